@@ -1,0 +1,233 @@
+"""The engine: a verifier, a drafter and an acceptance rule, ready to generate one text at a time."""
+
+import os
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from fused_spec.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from fused_spec.errors import InvalidInput
+from fused_spec.generation import Generation, GenerationOutput, Request
+from fused_spec.kernels.check import check_processing
+from fused_spec.models.checkpoint import open_checkpoint
+from fused_spec.models.tokenizer import check_same_tokenizer
+from fused_spec.models.transformer import Transformer
+from fused_spec.options import check_engine_options, resolve_device, resolve_dtype
+from fused_spec.prompt import Prompt, encode_prompt
+from fused_spec.round import RoundState, Sampling
+from fused_spec.rules import Rule, SpeculativeSampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NAMED_DRAFTS = ("ngram", "self-int8")
+
+
+class Engine:
+    """Speculative decoding of one sequence at a time.
+
+    Build one with `Engine.from_pretrained`; the constructor takes models that are loaded already, so that several
+    engines can share weights.
+
+    Attributes:
+        target: the verifier.
+        tokenizer: None for a checkpoint that has none; prompts are token ids then, and `text` stays empty.
+        rule: the acceptance rule; may be replaced between generations.
+        drafter, cache, state: the buffers of the sequence being decoded.
+        eos_token_ids: tokens that end a text.
+        max_length: most tokens of prompt and text together.
+    """
+
+    def __init__(
+        self,
+        target: Transformer,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        *,
+        draft: Transformer | str | None = None,
+        rule: Rule | None = None,
+        num_draft_tokens: int = 5,
+        max_length: int = 4096,
+        attention: str = "auto",
+    ) -> None:
+        """Allocate caches and buffers around loaded models.
+
+        Args:
+            target: the verifier.
+            tokenizer: its tokenizer, if it has one.
+            draft: a loaded model with the same tokenizer, "ngram" (prompt lookup), "self-int8" (the verifier's own
+                weights in int8, sharing its cache) or None (plain decoding).
+            rule: an acceptance rule; None is SpeculativeSampling(), which is lossless.
+            num_draft_tokens: m, drafts per round, 1 to 64.
+            max_length: most tokens of prompt and text together, at most the models' contexts.
+            attention: "auto" or "sdpa".
+
+        Raises:
+            InvalidInput: an argument is none of these.
+        """
+        rule = SpeculativeSampling() if rule is None else rule
+        check_engine_options(rule, num_draft_tokens, max_length, attention)
+        if isinstance(draft, str) and draft not in NAMED_DRAFTS:
+            raise InvalidInput(f"draft must be a model, {', '.join(map(repr, NAMED_DRAFTS))} or None, got {draft!r}")
+        for model, name in ((target, "target"), (draft, "draft")):
+            if isinstance(model, Transformer) and max_length > model.config.max_position_embeddings:
+                context = model.config.max_position_embeddings
+                raise InvalidInput(f"max_length {max_length} is more than the {name}'s context of {context} tokens")
+        m = 0 if draft is None else num_draft_tokens
+        capacity = max_length + m + 1
+        self.target, self.tokenizer, self.rule, self.max_length = target, tokenizer, rule, max_length
+        self.eos_token_ids = frozenset(target.config.eos_token_ids)
+        self.cache = target.new_cache(capacity)
+        self.state = RoundState.empty(capacity, m, target.config.eos_token_ids, target.device)
+        self.drafter = self._drafter(draft, m, capacity)
+        self.running: Generation | None = None
+
+    def _drafter(self, draft: Transformer | str | None, m: int, capacity: int) -> Drafter:
+        if draft is None:
+            return NoDrafter(self.target.device)
+        if draft == "ngram":
+            return NgramDrafter(m)
+        if draft == "self-int8":
+            return ModelDrafter(self.target.quantized_int8(), m, capacity, verifier_cache=self.cache)
+        assert isinstance(draft, Transformer)
+        return ModelDrafter(draft, m, capacity)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | os.PathLike[str],
+        *,
+        draft: str | os.PathLike[str] | None = None,
+        rule: Rule | None = None,
+        num_draft_tokens: int = 5,
+        max_length: int = 4096,
+        dtype: torch.dtype | Literal["bfloat16", "float16", "float32"] | None = None,
+        device: str | torch.device | None = None,
+        attention: str = "auto",
+    ) -> "Engine":
+        """Load models and allocate everything a generation needs.
+
+        Args:
+            target: the verifier: a Hugging Face folder (safetensors), a .gguf file or a hub id.
+            draft: the same, or "ngram", "self-int8" or None; see `Engine`.
+            rule, num_draft_tokens, max_length, attention: see `Engine`.
+            dtype: of weights and logits; None is bfloat16.
+            device: None is CUDA where there is one, else the CPU.
+
+        Raises:
+            InvalidInput: a path, a file in it or an argument is not usable; the message says what came and what is
+                allowed.
+        """
+        rule = SpeculativeSampling() if rule is None else rule
+        check_engine_options(rule, num_draft_tokens, max_length, attention)
+        place, number = resolve_device(device), resolve_dtype(dtype)
+        with open_checkpoint(target) as checkpoint:
+            tokenizer = checkpoint.tokenizer()
+            if draft is None or draft in NAMED_DRAFTS:
+                model = Transformer.load(checkpoint, number, place)
+                drafting: Transformer | str | None = None if draft is None else str(draft)
+            else:
+                with open_checkpoint(draft) as draft_checkpoint:
+                    draft_tokenizer = draft_checkpoint.tokenizer()
+                    if tokenizer is not None and draft_tokenizer is not None:
+                        check_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
+                    model = Transformer.load(checkpoint, number, place)
+                    drafting = Transformer.load(draft_checkpoint, number, place)
+        return cls(
+            model,
+            tokenizer,
+            draft=drafting,
+            rule=rule,
+            num_draft_tokens=num_draft_tokens,
+            max_length=max_length,
+            attention=attention,
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        logprobs: bool = False,
+    ) -> Generation:
+        """Generate round by round: iterate over the result for chunks; its `output` then holds the whole.
+
+        Args:
+            prompt: text, token ids, or chat messages [{"role": ..., "content": ...}] for the chat template.
+            max_new_tokens: >= 0. Generation also ends at `max_length` tokens in all, finish_reason "length".
+            temperature: 0 is greedy. top_k: 0 is off. top_p: (0, 1]. min_p: [0, 1].
+            seed: 0 <= seed < 2^63; None draws one, which the output reports.
+            stop: strings that end the text; the text ends before the first of them.
+            ignore_eos: go on behind EOS tokens.
+            logprobs: report the verifier's unprocessed log-probability of every token.
+
+        Raises:
+            InvalidInput: an argument is none of these, or the prompt is empty or has max_length tokens or more.
+        """
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if any(not isinstance(text, str) or not text for text in stops):
+            raise InvalidInput(f"stop must be non-empty strings, got {stop!r}")
+        if stops and self.tokenizer is None:
+            raise InvalidInput("stop strings need a tokenizer, and this checkpoint has none")
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise InvalidInput(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+        for name, value in {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InvalidInput(f"{name} must be a number, got {value!r}")
+        check_processing(temperature, top_k, top_p, min_p)
+        if seed is None:
+            seed = secrets.randbits(63)
+        elif isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise InvalidInput(f"seed must be an integer, 0 <= seed < 2^63, got {seed!r}")
+        ids = encode_prompt(prompt, self.tokenizer, self.target.config.vocab_size, self.max_length)
+        return Generation(
+            self,
+            Request(
+                prompt=ids,
+                limit=min(len(ids) + max_new_tokens, self.max_length),
+                sampling=Sampling(temperature, top_k, top_p, min_p),
+                seed=seed,
+                stop=stops,
+                ignore_eos=ignore_eos,
+                logprobs=logprobs,
+            ),
+        )
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        logprobs: bool = False,
+    ) -> GenerationOutput:
+        """Generate a whole text; arguments and errors as in `stream`."""
+        generation = self.stream(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
+        for _ in generation:
+            pass
+        return generation.output

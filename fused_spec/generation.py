@@ -1,0 +1,168 @@
+"""A generation under way: an iterator of chunks that keeps the output so far."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from fused_spec.drafters import PREFILL_CHUNK, prefill
+from fused_spec.kernels.error_bits import DRAFT_IMPOSSIBLE, EMPTY_SUPPORT, NAN_DRAFT, NAN_TARGET
+from fused_spec.kernels.logprob import token_logprobs
+from fused_spec.kernels.sample import sample
+from fused_spec.round import Sampling, commit, decode_round
+from fused_spec.statistics import Statistics
+from fused_spec.text import TextStream
+
+if TYPE_CHECKING:
+    from fused_spec.engine import Engine
+
+_FAULTS = {
+    NAN_TARGET: "the verifier's logits are NaN or infinite",
+    NAN_DRAFT: "the draft's logits are NaN or infinite",
+    EMPTY_SUPPORT: "a row of logits allows no token",
+    DRAFT_IMPOSSIBLE: "a draft has probability 0 under its own law",
+}
+
+
+class GenerationError(RuntimeError):
+    """The model produced numbers that no token can be drawn from."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request for text."""
+
+    prompt: list[int]
+    limit: int  # length of prompt and text together
+    sampling: Sampling
+    seed: int
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    logprobs: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round added. `text` may lag behind `token_ids` while a character or a stop string is incomplete.
+
+    `num_accepted` counts the accepted drafts among `token_ids`; the first chunk, from the prefill, has none.
+    """
+
+    text: str
+    token_ids: list[int]
+    num_accepted: int
+
+
+@dataclass
+class GenerationOutput:
+    """A finished text, or the part of it that is known so far.
+
+    Attributes:
+        text: decoded without special tokens; ends before a stop string.
+        token_ids: without the prompt; ends with the EOS token or the token that completed a stop string, if any.
+        finish_reason: "eos", "stop" or "length"; None while unfinished.
+        seed: what to pass as `seed` for the same text again.
+        stats: counters and times.
+        logprobs: natural log of the verifier's unprocessed softmax at each of token_ids, if asked for.
+    """
+
+    seed: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stats: Statistics = field(default_factory=Statistics)
+    logprobs: list[float] | None = None
+
+
+class Generation(Iterator[Chunk]):
+    """Iterate to decode; `output` is complete once the iteration ends."""
+
+    def __init__(self, engine: "Engine", request: Request) -> None:
+        self.output = GenerationOutput(seed=request.seed, logprobs=[] if request.logprobs else None)
+        self._engine = engine
+        self._request = request
+        self._text = TextStream(engine.tokenizer, request.stop)
+        self._started = False
+        if request.limit <= len(request.prompt):
+            self.output.finish_reason = "length"
+
+    def __next__(self) -> Chunk:
+        if self.output.finish_reason is not None:
+            raise StopIteration
+        if self._started and self._engine.running is not self:
+            raise RuntimeError("this generation was ended by a later one: an engine holds one sequence at a time")
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            if self._started:
+                chunk = self._round()
+                self.output.stats.decode_seconds += time.perf_counter() - begin
+            else:
+                self._started, self._engine.running = True, self
+                chunk = self._prefill()
+                self.output.stats.prefill_seconds = time.perf_counter() - begin
+        return chunk
+
+    def _prefill(self) -> Chunk:
+        engine, request, state = self._engine, self._request, self._engine.state
+        state.start(request.prompt, request.limit, request.seed)
+        prompt = state.tokens[: len(request.prompt)]
+        logits = prefill(engine.target, prompt, engine.cache)
+        engine.drafter.prefill(prompt)
+        self.output.stats.verifier_forwards += -(-len(prompt) // PREFILL_CHUNK)
+        first = sample(logits, seed=state.seed, position=state.length, stream="resample", **request.sampling.options())
+        self._raise_on(int(first.error))
+        if request.logprobs:
+            state.logprobs[:1] = token_logprobs(logits, first.token_ids)
+        commit(state, first.token_ids, torch.ones_like(state.length), request.ignore_eos)
+        kept, text = self._deliver()
+        return Chunk(text, kept, 0)
+
+    def _round(self) -> Chunk:
+        engine, request, state = self._engine, self._request, self._engine.state
+        decode_round(
+            state,
+            engine.target,
+            engine.cache,
+            engine.drafter,
+            engine.rule,
+            request.sampling,
+            with_logprobs=request.logprobs,
+            ignore_stop_ids=request.ignore_eos,
+        )
+        self.output.stats.verifier_forwards += 1
+        self._raise_on(int(state.verification.error))
+        accepted = int(state.verification.num_accepted)
+        kept, text = self._deliver()
+        gains = state.verification.tv_gain[0].tolist()
+        self.output.stats.add_round(engine.drafter.num_tokens, int(state.drafted), accepted, len(kept), gains)
+        return Chunk(text, kept, min(accepted, len(kept)))
+
+    def _deliver(self) -> tuple[list[int], str]:
+        """Take over what the last step committed, cut behind a stop string: (tokens, text)."""
+        state, output = self._engine.state, self.output
+        length, emitted = int(state.length), int(state.emitted)
+        kept, text = [], ""
+        for token in state.tokens[length - emitted : length].tolist():
+            kept.append(token)
+            ends = not self._request.ignore_eos and token in self._engine.eos_token_ids
+            text += "" if ends else self._text.push(token)
+            if self._text.stopped:
+                break
+        if not self._text.stopped and bool(state.done):
+            text += self._text.flush()
+            output.finish_reason = "eos" if ends else "length"
+        if self._text.stopped:
+            output.finish_reason = "stop"
+        output.token_ids += kept
+        output.text += text
+        if output.logprobs is not None:
+            output.logprobs += state.logprobs[: len(kept)].tolist()
+        return kept, text
+
+    def _raise_on(self, error: int) -> None:
+        faults = [text for bit, text in _FAULTS.items() if error & bit]
+        if faults:
+            position = int(self._engine.state.length)
+            raise GenerationError(f"{'; '.join(faults)} (within the round that starts at token {position})")

@@ -1,0 +1,141 @@
+"""Acceptance rules: what a drafted token is tested against.
+
+Notation: p is the draft's law, q the verifier's, n the drafted token and h the relaxed target of a rule. Both laws are
+taken after temperature and filters. A rule is a frozen dataclass that holds parameters only; the arithmetic lives in
+`fused_spec.kernels.acceptance`, so that every backend reads the same description.
+"""
+
+import math
+from dataclasses import MISSING, dataclass, fields
+from typing import ClassVar
+
+import torch
+
+from fused_spec.errors import InvalidInput
+
+Parameter = float | torch.Tensor
+"""A number shared by the batch, or a float tensor [B] with one value per request."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """Base of all rules. `str(rule)` gives the form that `parse_rule` reads."""
+
+    name: ClassVar[str]
+
+    def __str__(self) -> str:
+        parameters = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)]
+        return self.name + (":" + ",".join(parameters) if parameters else "")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and all(
+            _same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
+        )
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def at(self, index: int, batch: int) -> "Rule":
+        """The rule of one request: tensor parameters [B] replaced by their value at `index`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not any(isinstance(value, torch.Tensor) for value in values.values()):
+            return self
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                if value.shape != (batch,):
+                    raise InvalidInput(f"{self.name}: {key} has shape {tuple(value.shape)}, expected ({batch},)")
+                values[key] = float(value[index])
+        return type(self)(**values)
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return a == b
+
+
+def _check(rule: Rule, parameter: str, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raise unless the parameter (each entry of a tensor) is a finite number in the legal range."""
+    value = getattr(rule, parameter)
+    numbers = [value]
+    if isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point():
+        numbers = value.tolist()
+    for number in numbers:
+        legal = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+        if not legal or not low <= number <= high or (open_low and number == low):
+            interval = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
+            shown = f"a {value.dtype} tensor {value.tolist()}" if isinstance(value, torch.Tensor) else repr(value)
+            raise InvalidInput(
+                f"{rule.name}: {parameter} must be a finite number (or a float tensor [B]) in {interval}, got {shown}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class SpeculativeSampling(Rule):
+    """Lossless: accept with probability min(1, q_n / p_n), else resample from (q - p)+.
+
+    The emitted tokens follow q exactly (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+    """
+
+    name: ClassVar[str] = "speculative_sampling"
+
+
+@dataclass(frozen=True, eq=False)
+class Cactus(Rule):
+    """Constrained acceptance (arXiv 2604.04987): the drafted token's probability is raised within a divergence budget.
+
+    solver="taylor" accepts with probability min(1, g / p_n), g = min(q_n + sqrt(2 delta q_n (1 - q_n)), 1); the relaxed
+    target h (h_n = g, the rest of q scaled to fit) is the optimum for chi^2(h||q) <= 2 delta, so KL(h||q) is at most
+    ln(1 + 2 delta), which exceeds delta. solver="exact" takes g as the largest root of the binary KL d(g||q_n) = delta
+    (1 where delta >= -ln q_n) and so keeps KL(h||q) <= delta. delta = 0 is SpeculativeSampling, bit for bit.
+
+    Args:
+        delta: budget in nats, >= 0; a number or a float tensor [B].
+        solver: "taylor" or "exact".
+    """
+
+    delta: Parameter
+    solver: str = "taylor"
+    name: ClassVar[str] = "cactus"
+
+    def __post_init__(self) -> None:
+        _check(self, "delta", 0.0)
+        if self.solver not in ("taylor", "exact"):
+            raise InvalidInput(f"cactus: solver must be 'taylor' or 'exact', got {self.solver!r}")
+
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SpeculativeSampling, Cactus)}
+
+
+def parse_rule(text: str) -> Rule:
+    """Read a rule as the command line writes it: `cactus:delta=0.25,solver=exact`.
+
+    Raises:
+        InvalidInput: unknown rule or parameter, a parameter given twice, missing, not a number or out of range.
+    """
+    name, _, rest = text.partition(":")
+    rule = RULES.get(name)
+    if rule is None:
+        raise InvalidInput(f"unknown rule {name!r}; known: {', '.join(sorted(RULES))}")
+    known = {f.name: f for f in fields(rule)}
+    values: dict[str, float | str] = {}
+    for item in rest.split(",") if rest else []:
+        key, equals, value = item.partition("=")
+        if key not in known or not equals:
+            raise InvalidInput(
+                f"{name}: unknown parameter {item!r}; known: {', '.join(known) or 'none'} (as name=value)"
+            )
+        if key in values:
+            raise InvalidInput(f"{name}: {key} is given twice")
+        values[key] = value if known[key].type is str else _number(name, key, value)
+    for key, field in known.items():
+        if key not in values and field.default is MISSING:
+            raise InvalidInput(f"{name}: {key} is required, as in {name}:{key}=0.25")
+    return rule(**values)
+
+
+def _number(rule: str, key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidInput(f"{rule}: {key} must be a number, got {text!r}") from None

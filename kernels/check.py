@@ -1,0 +1,84 @@
+"""Argument checks shared by the public operations: one line, what came and what is allowed."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fused_spec.errors import InvalidInput
+
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_TEMPERATURE = 1e-3
+"""Below this, logits / temperature leaves float32 too little room; 0 is exactly greedy."""
+
+Scalar = float | torch.Tensor
+"""A number shared by the batch, or a tensor [B] with one value per request."""
+
+
+def check_logits(name: str, logits: torch.Tensor, dims: str) -> None:
+    """Raise unless `logits` is a floating tensor with these dimensions, unit stride along V and at least one token."""
+    if not isinstance(logits, torch.Tensor) or logits.dim() != dims.count(",") + 1:
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise InvalidInput(f"{name}: expected a tensor {dims}, got {shape}")
+    if logits.dtype not in LOGIT_DTYPES:
+        raise InvalidInput(f"{name}: expected float32, bfloat16 or float16, got {logits.dtype}")
+    if logits.shape[-1] < 1 or logits.stride(-1) != 1:
+        raise InvalidInput(
+            f"{name}: expected unit stride and at least one token in the last dimension, "
+            f"got shape {tuple(logits.shape)} and strides {logits.stride()}"
+        )
+
+
+def check_tensor(name: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    """Raise unless `tensor` has exactly this shape and one of these dtypes."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(f"{name}: expected a tensor of shape {tuple(shape)}, got {type(tensor).__name__}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise InvalidInput(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise InvalidInput(f"{name}: expected {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def per_request(name: str, value: Scalar, batch: int, *, integer: bool = False) -> list[float]:
+    """The values of a scalar or tensor [B] argument as a list of B Python numbers."""
+    kind = "an integer" if integer else "a number"
+    if isinstance(value, torch.Tensor):
+        if tuple(value.shape) != (batch,) or value.dtype == torch.bool or (integer and value.is_floating_point()):
+            shown = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+            raise InvalidInput(f"{name}: expected {kind} or a tensor of them of shape ({batch},), got {shown}")
+        return list(value.tolist())
+    if isinstance(value, bool) or not isinstance(value, int if integer else int | float):
+        raise InvalidInput(f"{name}: expected {kind} or a tensor of them of shape ({batch},), got {value!r}")
+    return [value] * batch
+
+
+def seeds_and_positions(seed: int | torch.Tensor, position: int | torch.Tensor, batch: int) -> list[tuple[int, int]]:
+    """Checked (seed, position) of each request."""
+    seeds = per_request("seed", seed, batch, integer=True)
+    positions = per_request("position", position, batch, integer=True)
+    for value in seeds:
+        if not 0 <= value < 2**63:
+            raise InvalidInput(f"seed: expected 0 <= seed < 2^63, got {value}")
+    for value in positions:
+        if value < 0:
+            raise InvalidInput(f"position: expected a token index >= 0, got {value}")
+    return [(int(s), int(p)) for s, p in zip(seeds, positions, strict=True)]
+
+
+def check_processing(temperature: float, top_k: float, top_p: float, min_p: float) -> None:
+    """Raise unless the processing parameters of one request are legal."""
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
+        raise InvalidInput(f"temperature must be 0 (greedy) or a finite number >= {MIN_TEMPERATURE}, got {temperature}")
+    if top_k != int(top_k) or top_k < 0:
+        raise InvalidInput(f"top_k must be an integer >= 0 (0 keeps every token), got {top_k}")
+    if not 0 < top_p <= 1:
+        raise InvalidInput(f"top_p must be in (0, 1] (1 keeps every token), got {top_p}")
+    if not 0 <= min_p <= 1:
+        raise InvalidInput(f"min_p must be in [0, 1] (0 keeps every token), got {min_p}")
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise unless the backend exists. This version has the torch path only."""
+    if backend not in (None, "torch"):
+        raise InvalidInput(f"backend must be None or 'torch' in this version, got {backend!r}")

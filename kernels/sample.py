@@ -1,0 +1,130 @@
+"""Draw one token per row from processed logits, with the statistics that verification needs.
+
+    z = l / T,  P(x) = exp(z_x - lse) over the tokens that top-k, top-p and min-p keep
+
+The token is the inverse CDF of P at one Philox number of (seed, position, stream).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fused_spec.errors import InvalidInput
+from fused_spec.kernels.check import (
+    Scalar,
+    check_backend,
+    check_logits,
+    check_processing,
+    check_tensor,
+    per_request,
+    seeds_and_positions,
+)
+from fused_spec.kernels.error_bits import NAN_TARGET
+from fused_spec.kernels.inverse_cdf import draw
+from fused_spec.kernels.philox import STREAMS, sampling_uniform
+from fused_spec.kernels.row_law import Processing, row_law
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One token per row, of the processed law.
+
+    Attributes:
+        token_ids: [B] int64.
+        logprob: [B] float32, natural log of the token's probability; NaN on a faulty row.
+        lse: [B] float32, log-sum-exp of the kept logits / T. T = 0: the largest logit.
+        cutoff: [B] float32, smallest kept logit / T, -inf if nothing is cut. T = 0: the largest logit.
+        error: [B] int32 bits: 1 NaN or +inf in the row, 4 no token has weight. Such a row yields its lowest allowed id.
+    """
+
+    token_ids: torch.Tensor
+    logprob: torch.Tensor
+    lse: torch.Tensor
+    cutoff: torch.Tensor
+    error: torch.Tensor
+
+    @classmethod
+    def empty(cls, batch: int, device: torch.device | str = "cpu") -> "Sample":
+        """Uninitialised outputs for B rows, to be passed as `out=`."""
+        return cls(
+            token_ids=torch.empty(batch, dtype=torch.int64, device=device),
+            logprob=torch.empty(batch, dtype=torch.float32, device=device),
+            lse=torch.empty(batch, dtype=torch.float32, device=device),
+            cutoff=torch.empty(batch, dtype=torch.float32, device=device),
+            error=torch.empty(batch, dtype=torch.int32, device=device),
+        )
+
+
+def processing_per_request(
+    temperature: Scalar, top_k: Scalar, top_p: Scalar, min_p: Scalar, batch: int
+) -> list[Processing]:
+    """Checked processing parameters of each of B requests."""
+    columns = [
+        per_request("temperature", temperature, batch),
+        per_request("top_k", top_k, batch, integer=True),
+        per_request("top_p", top_p, batch),
+        per_request("min_p", min_p, batch),
+    ]
+    requests = []
+    for t, k, p, m in zip(*columns, strict=True):
+        check_processing(t, k, p, m)
+        requests.append(Processing(t, int(k), p, m))
+    return requests
+
+
+@torch.no_grad()
+def sample(
+    logits: torch.Tensor,
+    *,
+    seed: int | torch.Tensor,
+    position: int | torch.Tensor,
+    temperature: Scalar = 1.0,
+    top_k: Scalar = 0,
+    top_p: Scalar = 1.0,
+    min_p: Scalar = 0.0,
+    allowed: torch.Tensor | None = None,
+    stream: str = "draft",
+    backend: str | None = None,
+    out: Sample | None = None,
+) -> Sample:
+    """Draw one token per row.
+
+    Args:
+        logits: [B, V] float32, bfloat16 or float16, unit stride in V; not modified.
+        seed: int or int64 tensor [B], 0 <= seed < 2^63.
+        position: int or int64 tensor [B], the index that the token will have in its sequence.
+        temperature: 0 (greedy) or >= 0.001. top_k: 0 is off. top_p: (0, 1]. min_p: [0, 1]. Numbers or tensors [B].
+        allowed: int32 bitmask [B, ceil(V/32)], bit i of word w for id 32 w + i; None allows every id.
+        stream: "draft" for drafting, "resample" for a token that no draft is tested against (the first of a text).
+        backend: None or "torch".
+        out: a `Sample` to write into.
+
+    Returns:
+        A `Sample`; `out` if given. Same arguments, same token, whatever else is in the batch.
+
+    Raises:
+        InvalidInput: an argument has another shape, dtype or range than stated here.
+    """
+    check_backend(backend)
+    check_logits("logits", logits, "[B, V]")
+    batch, vocab_size = logits.shape
+    if stream not in STREAMS:
+        raise InvalidInput(f"stream must be one of {', '.join(map(repr, STREAMS))}, got {stream!r}")
+    if allowed is not None:
+        check_tensor("allowed", allowed, (batch, -(-vocab_size // 32)), (torch.int32,))
+    keys = seeds_and_positions(seed, position, batch)
+    requests = processing_per_request(temperature, top_k, top_p, min_p, batch)
+    if out is None:
+        out = Sample.empty(batch, logits.device)
+    else:
+        check_tensor("out token_ids", out.token_ids, (batch,), (torch.int64,))
+    for b, (processing, (s, at)) in enumerate(zip(requests, keys, strict=True)):
+        law = row_law(logits[b], processing, None if allowed is None else allowed[b])
+        token = draw(law, sampling_uniform(s, at, STREAMS[stream]))
+        out.token_ids[b] = token
+        out.logprob[b] = law.log_prob(token) if not law.fault else math.nan
+        out.lse[b] = law.lse if not law.fault else math.nan
+        out.cutoff[b] = law.cutoff
+        out.error[b] = law.error_bit(NAN_TARGET)
+    return out

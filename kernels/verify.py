@@ -1,0 +1,171 @@
+"""Verification: test m drafted tokens against m + 1 rows of verifier logits and emit the tokens of the round.
+
+Slot i holds draft n_i and verifier law q_i. Drafts are accepted in order while u_i * p_n < g(q_n); the first rejected
+slot draws its token from the residual (h - p)+, and if every draft present was accepted the next row's plain q gives
+one more. Rows past the deciding one are never looked at, so nothing can depend on untested drafts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fused_spec.errors import InvalidInput
+from fused_spec.kernels.check import Scalar, check_backend, check_logits, check_tensor, seeds_and_positions
+from fused_spec.kernels.sample import processing_per_request
+from fused_spec.kernels.verify_request import Request
+from fused_spec.rules import Rule
+
+DraftStats = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""(lse, cutoff, logprob), each [B, m] float32, as `sample` returned them for the drafts."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome of one round for B requests of up to m drafts.
+
+    Attributes:
+        token_ids: [B, m+1] int64: the accepted drafts, then the resampled or bonus token, then -1.
+        num_accepted: [B] int64.
+        accept_prob: [B, m] float32, probability that the draft of a slot is accepted; NaN where not tested.
+        tv_gain: [B, m] float32, acceptance gained over speculative sampling, min(1, g/p_n) - min(1, q_n/p_n), whose
+            expectation is the total variation paid for the slot's token. NaN where not tested.
+        error: [B] int32 bits, of the rows that decided the outcome: 1 NaN or +inf in a target row (its lowest allowed
+            id is emitted), 2 NaN or +inf in a draft row (rejected), 4 a row without support, 8 draft id out of range
+            (rejected), 16 the drafted token has p = 0 (rejected), 32 zero residual mass (sampled from q).
+    """
+
+    token_ids: torch.Tensor
+    num_accepted: torch.Tensor
+    accept_prob: torch.Tensor
+    tv_gain: torch.Tensor
+    error: torch.Tensor
+
+    @classmethod
+    def empty(cls, batch: int, num_drafts: int, device: torch.device | str = "cpu") -> "Verification":
+        """Uninitialised outputs for B requests of m drafts, to be passed as `out=`."""
+        return cls(
+            token_ids=torch.empty(batch, num_drafts + 1, dtype=torch.int64, device=device),
+            num_accepted=torch.empty(batch, dtype=torch.int64, device=device),
+            accept_prob=torch.empty(batch, num_drafts, dtype=torch.float32, device=device),
+            tv_gain=torch.empty(batch, num_drafts, dtype=torch.float32, device=device),
+            error=torch.empty(batch, dtype=torch.int32, device=device),
+        )
+
+
+@torch.no_grad()
+def verify(
+    target_logits: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    draft_logits: torch.Tensor | None = None,
+    *,
+    rule: Rule,
+    seed: int | torch.Tensor,
+    position: int | torch.Tensor,
+    temperature: Scalar = 1.0,
+    top_k: Scalar = 0,
+    top_p: Scalar = 1.0,
+    min_p: Scalar = 0.0,
+    allowed: torch.Tensor | None = None,
+    draft_temperature: Scalar | None = None,
+    draft_top_k: Scalar | None = None,
+    draft_top_p: Scalar | None = None,
+    draft_min_p: Scalar | None = None,
+    draft_stats: DraftStats | None = None,
+    uniforms: torch.Tensor | None = None,
+    backend: str | None = None,
+    out: Verification | None = None,
+) -> Verification:
+    """Accept or reject drafted tokens and draw the token that follows them. Inputs are never modified.
+
+    Args:
+        target_logits: [B, m+1, V] float32, bfloat16 or float16, unit stride in V. Row i is the verifier's law of the
+            token in slot i, given the drafts before it.
+        draft_token_ids: [B, m] int64 or int32; -1 says that this and later slots hold no draft.
+        draft_logits: [B, m, Vd] as above, or None for a deterministic drafter (p is one-hot at the draft). The
+            vocabularies may be padded differently: ids >= V have q = 0, ids >= Vd have p = 0.
+        rule: an acceptance rule; its parameters are numbers or tensors [B].
+        seed: int or int64 tensor [B], 0 <= seed < 2^63.
+        position: int or int64 tensor [B], index of the token that the first draft would become.
+        temperature, top_k, top_p, min_p: as in `sample`, numbers or tensors [B].
+        allowed: int32 bitmask [B, m+1, ceil(V/32)] for the target rows, bit i of word w for id 32 w + i. Drafts drawn
+            under a mask need `draft_stats`, or draft_logits that have it applied.
+        draft_temperature, draft_top_k, draft_top_p, draft_min_p: what drafts were drawn with; None is as the target.
+        draft_stats: (lse, cutoff, logprob), each [B, m] float32, from `sample`; None computes them from draft_logits.
+        uniforms: [B, m] float32 in [0, 1), used as the acceptance draws instead of Philox.
+        backend: None or "torch".
+        out: a `Verification` to write into.
+
+    Returns:
+        A `Verification`; `out` if given.
+
+    Raises:
+        InvalidInput: an argument has another shape, dtype or range than stated here.
+    """
+    check_backend(backend)
+    if not isinstance(rule, Rule):
+        raise InvalidInput(f"rule must be an acceptance rule such as SpeculativeSampling(), got {rule!r}")
+    _check_shapes(target_logits, draft_token_ids, draft_logits, allowed, draft_stats, uniforms)
+    batch, num_drafts = draft_token_ids.shape
+    keys = seeds_and_positions(seed, position, batch)
+    target = processing_per_request(temperature, top_k, top_p, min_p, batch)
+    draft = processing_per_request(
+        temperature if draft_temperature is None else draft_temperature,
+        top_k if draft_top_k is None else draft_top_k,
+        top_p if draft_top_p is None else draft_top_p,
+        min_p if draft_min_p is None else draft_min_p,
+        batch,
+    )
+    if out is None:
+        out = Verification.empty(batch, num_drafts, target_logits.device)
+    else:
+        check_tensor("out token_ids", out.token_ids, (batch, num_drafts + 1), (torch.int64,))
+    for b, key in enumerate(keys):
+        outcome = Request(
+            target_logits=target_logits[b],
+            draft_ids=draft_token_ids[b].tolist(),
+            draft_logits=None if draft_logits is None else draft_logits[b],
+            rule=rule.at(b, batch),
+            key=key,
+            target=target[b],
+            draft=draft[b],
+            allowed=None if allowed is None else allowed[b],
+            log_probs=None if draft_stats is None else draft_stats[2][b].tolist(),
+            cutoffs=None if draft_stats is None else draft_stats[1][b].tolist(),
+            uniforms=None if uniforms is None else uniforms[b].tolist(),
+        ).run()
+        out.token_ids[b] = torch.tensor(outcome.token_ids)
+        out.num_accepted[b] = outcome.num_accepted
+        out.accept_prob[b] = torch.tensor(outcome.accept_prob)
+        out.tv_gain[b] = torch.tensor(outcome.tv_gain)
+        out.error[b] = outcome.error
+    return out
+
+
+def _check_shapes(
+    target_logits: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    allowed: torch.Tensor | None,
+    draft_stats: DraftStats | None,
+    uniforms: torch.Tensor | None,
+) -> None:
+    check_logits("target_logits", target_logits, "[B, m+1, V]")
+    batch, rows, vocab_size = target_logits.shape
+    if rows < 1:
+        raise InvalidInput(f"target_logits: expected [B, m+1, V] with m >= 0, got {tuple(target_logits.shape)}")
+    num_drafts = rows - 1
+    check_tensor("draft_token_ids", draft_token_ids, (batch, num_drafts), (torch.int64, torch.int32))
+    if draft_logits is not None:
+        check_logits("draft_logits", draft_logits, "[B, m, Vd]")
+        check_tensor("draft_logits", draft_logits, (batch, num_drafts, draft_logits.shape[2]), (draft_logits.dtype,))
+    if allowed is not None:
+        check_tensor("allowed", allowed, (batch, rows, -(-vocab_size // 32)), (torch.int32,))
+    if draft_stats is not None:
+        if draft_logits is None or len(draft_stats) != 3:
+            raise InvalidInput("draft_stats: expected (lse, cutoff, logprob) together with draft_logits")
+        for name, tensor in zip(("lse", "cutoff", "logprob"), draft_stats, strict=True):
+            check_tensor(f"draft_stats {name}", tensor, (batch, num_drafts), (torch.float32,))
+    if uniforms is not None:
+        check_tensor("uniforms", uniforms, (batch, num_drafts), (torch.float32,))
+        if not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+            raise InvalidInput("uniforms: expected numbers in [0, 1)")
