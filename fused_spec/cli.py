@@ -5,6 +5,7 @@ Every flag is a parameter of `Engine.from_pretrained` or `Engine.generate`, with
 
 import argparse
 import inspect
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -52,6 +53,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 (the model failed), 2 (bad input) or 130 (interrupted)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: a model may emit what a terminal cannot show
     try:
         options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace], int] = options.command
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, status: int) -> int:
-    print(f"fused-spec: error: {error}", file=sys.stderr)
+    print(f"fused-spec: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
     return status
 
 
@@ -138,6 +141,8 @@ def _chat(options: argparse.Namespace) -> int:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return 0
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"standard input: {error}") from None
         if line == "/exit":
             return 0
         if line == "/reset":

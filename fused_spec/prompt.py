@@ -31,11 +31,14 @@ def _token_ids(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None") -> l
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidInput("a text prompt needs a tokenizer, and this checkpoint has none; pass token ids")
+        _check_text(prompt)
         return [int(token) for token in tokenizer.encode(prompt)]
-    items = list(prompt) if isinstance(prompt, Sequence) else [prompt]
+    # bytes are a sequence of integers, but hardly ever meant as token ids
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    items = list(prompt) if listed else [prompt]
     messages = [item for item in items if isinstance(item, Mapping)]
     ids = [item for item in items if isinstance(item, int)]
-    if not isinstance(prompt, Sequence) or len(items) not in (len(messages), len(ids)):
+    if not listed or len(items) not in (len(messages), len(ids)):
         kinds = sorted({type(item).__name__ for item in items})
         raise InvalidInput(f"prompt must be a string, a list of token ids or of chat messages, got {', '.join(kinds)}")
     return _chat_ids(messages, tokenizer) if messages else ids
@@ -45,8 +48,17 @@ def _chat_ids(messages: list[Mapping[str, str]], tokenizer: "PreTrainedTokenizer
     for message in messages:
         if set(message) != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
             raise InvalidInput(f"a chat message must have exactly 'role' and 'content' strings, got {message!r}")
+        _check_text(message["content"])
     if tokenizer is None or not tokenizer.chat_template:
         raise InvalidInput("this checkpoint has no chat template; pass the prompt as text or token ids")
     conversation = [dict(message) for message in messages]
     text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     return [int(token) for token in tokenizer.encode(str(text), add_special_tokens=False)]
+
+
+def _check_text(text: str) -> None:
+    """Tokenizers take UTF-8; half a surrogate pair is how Python represents input bytes that are not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"the prompt is not valid Unicode: {text[error.start]!a} at {error.start}") from None

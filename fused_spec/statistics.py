@@ -85,8 +85,8 @@ class Statistics:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens emitted by rounds per second of decoding."""
-        return self.emitted / self.decode_seconds if self.rounds else None
+        """Tokens emitted by rounds per second of decoding; None before any was timed."""
+        return self.emitted / self.decode_seconds if self.decode_seconds else None
 
     def as_dict(self) -> dict[str, object]:
         """Every public figure, for JSON."""

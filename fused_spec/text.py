@@ -21,6 +21,7 @@ class TextStream:
         self._ids: list[int] = []
         self._shown = 0  # ids whose text was decoded completely
         self._context = 0  # first id decoded along with new ones, so that joining spaces come out right
+        self._given = 0  # characters taken from the ids after _shown, all that precede an incomplete one
         self._held = ""
 
     def push(self, token: int) -> str:
@@ -29,19 +30,20 @@ class TextStream:
             return ""
         self._ids.append(token)
         new = self._decode_new()
-        if new.endswith(_INCOMPLETE):
-            return ""
-        self._context, self._shown = self._shown, len(self._ids)
-        return self._release(new)
+        certain = new.rstrip(_INCOMPLETE)
+        fresh, self._given = certain[self._given :], len(certain)
+        if new and certain == new:  # a skipped special token is no context for the spaces after it
+            self._context, self._shown, self._given = self._shown, len(self._ids), 0
+        return self._release(fresh)
 
     def flush(self) -> str:
         """The rest of the text, once no more tokens will come."""
         if self._tokenizer is None or self.stopped:
             return ""
-        text = self._release(self._decode_new())
+        text = self._release(self._decode_new()[self._given :])
         if not self.stopped:
             text, self._held = text + self._held, ""
-        self._context = self._shown = len(self._ids)
+        self._context, self._shown, self._given = len(self._ids), len(self._ids), 0
         return text
 
     def _decode_new(self) -> str:

@@ -77,9 +77,7 @@ def acceptance_reference(rule: Rule, p: torch.Tensor, q: torch.Tensor, token: in
         h = q * ((1 - g) / (1 - q_n)) if q_n < 1 else torch.zeros_like(q)
         h[token] = g
     elif isinstance(rule, Cactus):
-        grid = torch.linspace(0, 1, 200_001, dtype=torch.float64) * (1 - q_n) + q_n
-        kl = torch.xlogy(grid, grid / q_n) + torch.xlogy(1 - grid, (1 - grid) / (1 - q_n)) if 0 < q_n < 1 else grid * 0
-        g = grid[kl <= float(rule.delta)].max().item() if 0 < q_n < 1 else q_n
+        g = _largest_root_reference(q_n, float(rule.delta))
         h = q * ((1 - g) / (1 - q_n)) if q_n < 1 else torch.zeros_like(q)
         h[token] = g
     else:
@@ -88,3 +86,15 @@ def acceptance_reference(rule: Rule, p: torch.Tensor, q: torch.Tensor, token: in
     residual = (h - p).clamp(min=0)
     residual = residual / residual.sum() if residual.sum() > 0 else q
     return accept, accept - min(1.0, q_n / p_n), residual
+
+
+def _largest_root_reference(q: float, delta: float) -> float:
+    """The g >= q with d(g||q) = delta by plain bisection of the textbook formula; 1 where d stays below delta."""
+    if q in (0.0, 1.0) or -math.log(q) <= delta:
+        return 0.0 if q == 0 else 1.0
+    low, high = q, 1.0
+    for _ in range(200):
+        g = (low + high) / 2
+        divergence = g * math.log(g / q) + ((1 - g) * math.log((1 - g) / (1 - q)) if g < 1 else 0.0)
+        low, high = (g, high) if divergence <= delta else (low, g)
+    return low

@@ -1,0 +1,29 @@
+"""Chi-square tests with a stated false-alarm rate; cells too rare for the approximation are pooled."""
+
+import torch
+from scipy.stats import chi2
+
+
+def chi_square(counts: torch.Tensor, law: torch.Tensor) -> tuple[float, int]:
+    """(statistic, degrees of freedom) of counts [N] against a law [N]; a cell of zero probability must be empty."""
+    assert counts.sum() > 0
+    assert abs(law.sum().item() - 1) < 1e-9
+    assert counts[law == 0].sum() == 0, f"zero-probability outcomes drawn: {counts[law == 0].nonzero().flatten()}"
+    expected = law * counts.sum()
+    order = expected.argsort()
+    pools: list[list[float]] = [[0.0, 0.0]]  # from the rarest on, each pool grows until 5 are expected of it
+    for cell in order.tolist():
+        if pools[-1][1] >= 5:
+            pools.append([0.0, 0.0])
+        pools[-1][0] += counts[cell].item()
+        pools[-1][1] += expected[cell].item()
+    if len(pools) > 1 and pools[-1][1] < 5:
+        last = pools.pop()
+        pools[-1] = [pools[-1][0] + last[0], pools[-1][1] + last[1]]
+    return sum((seen - due) ** 2 / due for seen, due in pools), len(pools) - 1
+
+
+def assert_law(counts: torch.Tensor, law: torch.Tensor, false_alarm: float = 1e-6) -> None:
+    """Fail if the counts would be at most this likely under the law."""
+    statistic, freedom = chi_square(counts.double(), law)
+    assert freedom == 0 or chi2.sf(statistic, freedom) > false_alarm, (statistic, freedom)
