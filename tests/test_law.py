@@ -74,7 +74,9 @@ def enumerate_law(rule: Rule, draft_law: DraftLaw) -> torch.Tensor:
     law = torch.zeros(V, V, V, dtype=torch.float64)
     first = next_laws(VERIFIER, PROMPT)[-1]
     for a in range(V):
-        states = {(a,): {0: first[a]}}  # emitted tokens -> mass by the slot that comes next
+        states: dict[tuple[int, ...], dict[int, torch.Tensor]] = {
+            (a,): {0: first[a]}
+        }  # emitted tokens -> mass by the slot that comes next
         for _ in range(2):
             following: dict[tuple[int, ...], dict[int, torch.Tensor]] = {}
             for emitted, by_slot in states.items():
@@ -120,7 +122,7 @@ def verifier_law() -> torch.Tensor:
     return law
 
 
-DRAFTS = {
+DRAFTS: dict[str, tuple[Transformer | str, DraftLaw]] = {
     "model": (MODEL, model_law),
     "ngram": ("ngram", ngram_law),
     "self-int8": ("self-int8", self_law(VERIFIER)),

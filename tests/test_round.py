@@ -98,10 +98,10 @@ def test_drafts_depend_on_committed_tokens_only() -> None:
         with torch.inference_mode():
             seen[tuple(tokens)] = engine.drafter.propose(engine.state, Sampling()).token_ids.tolist()
     fresh = Engine(VERIFIER, draft=DRAFT, num_draft_tokens=6, max_length=256)
-    for tokens, drafts in list(seen.items())[:-1]:
+    for text, drafts in list(seen.items())[:-1]:
         with torch.inference_mode():
-            fresh.state.start(list(tokens), 256, 2)
-            fresh.drafter.prefill(torch.tensor(tokens))
+            fresh.state.start(list(text), 256, 2)
+            fresh.drafter.prefill(torch.tensor(text))
             assert fresh.drafter.propose(fresh.state, Sampling()).token_ids.tolist() == drafts
 
 

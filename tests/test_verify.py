@@ -20,7 +20,8 @@ SPS = RULES[0]
 
 def run(target: torch.Tensor, ids: Any, draft: torch.Tensor | None = None, **options: Any) -> fs.Verification:
     """verify with defaults for what a test does not care about."""
-    return fs.verify(target, torch.as_tensor(ids), draft, **{"rule": SPS, "seed": 3, "position": 10} | options)
+    defaults: dict[str, Any] = {"rule": SPS, "seed": 3, "position": 10} | options
+    return fs.verify(target, torch.as_tensor(ids), draft, **defaults)
 
 
 def drafted(logits: torch.Tensor, seed: torch.Tensor, position: int, **options: Any) -> tuple[torch.Tensor, Any]:
@@ -170,7 +171,7 @@ def peak_rows(m: int, size: int, options: dict[str, Any]) -> float:
         out = run(target, ids, draft, uniforms=uniforms, draft_stats=stats, **options)
     assert out.num_accepted.item() == m - 1
     held = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
