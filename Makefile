@@ -27,8 +27,9 @@ flag = $(if $(filter command,$(origin $1)), $2="$$DEMO_$1")
 demo: $(VENV)/run.stamp $(VENV)/weights.stamp  ## generate text with a small real model; PROMPT= RULE= DRAFT= MAX_NEW_TOKENS=
 	@$(BIN)/python tools/demo.py$(call flag,PROMPT,--prompt)$(call flag,RULE,--rule)$(call flag,DRAFT,--draft)$(call flag,MAX_NEW_TOKENS,--max-new-tokens)
 
+# Two workers of one thread each: OpenMP threads that share cores with anything else spend their time waiting.
 test: $(VENV)/test.stamp $(VENV)/weights.stamp  ## run the tests; PYTEST_ARGS="-k rules"
-	$(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/ruff.stamp  ## ruff: rules and formatting
 	$(BIN)/ruff check

@@ -7,15 +7,16 @@ import argparse
 import inspect
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fused_spec.engine import NAMED_DRAFTS, Engine
+from fused_spec.engine import Engine
 from fused_spec.errors import InvalidInput
 from fused_spec.generation import Generation, GenerationError, GenerationOutput
-from fused_spec.options import DTYPES
+from fused_spec.options import DTYPES, NAMED_DRAFTS
 from fused_spec.rules import RULES, SpeculativeSampling, parse_rule
 
 ENGINE_FLAGS: dict[str, dict[str, Any]] = {
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has seen enough
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own last flush fails again
         return 0
 
 

@@ -14,15 +14,20 @@ from fused_spec.kernels.check import check_processing
 from fused_spec.models.checkpoint import open_checkpoint
 from fused_spec.models.tokenizer import check_same_tokenizer
 from fused_spec.models.transformer import Transformer
-from fused_spec.options import check_engine_options, resolve_device, resolve_dtype
+from fused_spec.options import (
+    NAMED_DRAFTS,
+    check_draft_name,
+    check_engine_options,
+    resolve_device,
+    resolve_dtype,
+    unknown_draft,
+)
 from fused_spec.prompt import Prompt, encode_prompt
 from fused_spec.round import RoundState, Sampling
 from fused_spec.rules import Rule, SpeculativeSampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-NAMED_DRAFTS = ("ngram", "self-int8")
 
 
 class Engine:
@@ -69,7 +74,7 @@ class Engine:
         rule = SpeculativeSampling() if rule is None else rule
         check_engine_options(rule, num_draft_tokens, max_length, attention)
         if isinstance(draft, str) and draft not in NAMED_DRAFTS:
-            raise InvalidInput(f"draft must be a model, {', '.join(map(repr, NAMED_DRAFTS))} or None, got {draft!r}")
+            raise unknown_draft(draft)
         for model, name in ((target, "target"), (draft, "draft")):
             if isinstance(model, Transformer) and max_length > model.config.max_position_embeddings:
                 context = model.config.max_position_embeddings
@@ -121,6 +126,7 @@ class Engine:
         """
         rule = SpeculativeSampling() if rule is None else rule
         check_engine_options(rule, num_draft_tokens, max_length, attention)
+        check_draft_name(draft)
         place, number = resolve_device(device), resolve_dtype(dtype)
         with open_checkpoint(target) as checkpoint:
             tokenizer = checkpoint.tokenizer()
@@ -172,7 +178,7 @@ class Engine:
         Raises:
             InvalidInput: an argument is none of these, or the prompt is empty or has max_length tokens or more.
         """
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else tuple(stop)
         if any(not isinstance(text, str) or not text for text in stops):
             raise InvalidInput(f"stop must be non-empty strings, got {stop!r}")
         if stops and self.tokenizer is None:

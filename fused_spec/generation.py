@@ -85,10 +85,13 @@ class Generation(Iterator[Chunk]):
         self._request = request
         self._text = TextStream(engine.tokenizer, request.stop)
         self._started = False
+        self._failure: GenerationError | None = None
         if request.limit <= len(request.prompt):
             self.output.finish_reason = "length"
 
     def __next__(self) -> Chunk:
+        if self._failure is not None:
+            raise self._failure
         if self.output.finish_reason is not None:
             raise StopIteration
         if self._started and self._engine.running is not self:
@@ -165,4 +168,5 @@ class Generation(Iterator[Chunk]):
         faults = [text for bit, text in _FAULTS.items() if error & bit]
         if faults:
             position = int(self._engine.state.length)
-            raise GenerationError(f"{'; '.join(faults)} (within the round that starts at token {position})")
+            self._failure = GenerationError(f"{'; '.join(faults)} (in the round that ends at token {position})")
+            raise self._failure

@@ -1,5 +1,7 @@
 """Checks of engine options that need no model, so that bad ones are refused before anything is loaded."""
 
+import os
+
 import torch
 
 from fused_spec.errors import InvalidInput
@@ -7,6 +9,20 @@ from fused_spec.rules import Rule
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_DRAFT_TOKENS = 64
+NAMED_DRAFTS = ("ngram", "self-int8")
+
+
+def unknown_draft(draft: object) -> InvalidInput:
+    """The error for a draft that is neither a model nor a known name."""
+    names = ", ".join(map(repr, NAMED_DRAFTS))
+    return InvalidInput(f"draft must be a model (a folder, a .gguf file or a hub id), {names} or None, got {draft!r}")
+
+
+def check_draft_name(draft: object) -> None:
+    """Raise for a bare word that is no known draft: a hub id has a slash, and a path exists."""
+    known = draft is None or draft in NAMED_DRAFTS
+    if not known and isinstance(draft, str) and "/" not in draft and not os.path.lexists(draft):
+        raise unknown_draft(draft)
 
 
 def check_engine_options(rule: Rule, num_draft_tokens: int, max_length: int, attention: str) -> None:

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 from fused_spec.errors import InvalidInput
 from fused_spec.models.config import ModelConfig, expected_shapes
-from fused_spec.models.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,12 +86,13 @@ class Checkpoint:
         """
         from fused_spec.models.tokenizer import check_fits, tokenizer_from_folder, tokenizer_from_gguf
 
-        if isinstance(self._source, GGUFFile):
-            if "tokenizer.ggml.model" not in self._source.fields:
-                return None
-            tokenizer: PreTrainedTokenizerBase | None = tokenizer_from_gguf(self._source.fields, str(self.path))
-        else:
+        tokenizer: PreTrainedTokenizerBase | None
+        if self._source.fields is None:
             tokenizer = tokenizer_from_folder(self.path)
+        elif "tokenizer.ggml.model" in self._source.fields:
+            tokenizer = tokenizer_from_gguf(self._source.fields, str(self.path))
+        else:
+            return None
         if tokenizer is not None:
             check_fits(tokenizer, self.config.vocab_size, str(self.path))
         return tokenizer
@@ -145,10 +145,13 @@ def open_checkpoint(path_or_id: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(text, str) or not text:
         raise InvalidInput(f"model is {path_or_id!r}; allowed: a folder, a .gguf file or a hub id 'org/name'")
     path = Path(text)
-    if path.is_dir():
-        return _open_folder(path)
-    if path.is_file():
-        return _open_file(path)
+    try:
+        if path.is_dir():
+            return _open_folder(path)
+        if path.is_file():
+            return _open_file(path)
+    except OSError as error:  # no permission, a name too long, a device that fails
+        raise InvalidInput(f"{text}: {error.strerror or error}") from None
     if isinstance(path_or_id, str) and _HUB_ID.fullmatch(text):
         return _open_folder(_download(text))
     raise InvalidInput(f"{text}: no such file or folder")
@@ -159,6 +162,8 @@ def _open_file(path: Path) -> Checkpoint:
         raise InvalidInput(f"{path}: pickle checkpoints are not read, they can run code; allowed: safetensors, GGUF")
     if path.suffix != ".gguf":
         raise InvalidInput(f"{path}: not a model; allowed: a .gguf file, or the folder that holds config.json")
+    from fused_spec.models.gguf_file import GGUFFile  # only here: the gguf package takes 50 ms to import
+
     source = GGUFFile(path)
     if _EMBEDDING not in source.tensors:
         raise InvalidInput(f"{path}: tensor token_embd.weight is missing")
@@ -218,9 +223,15 @@ def _download(hub_id: str) -> Path:
 
 
 class _Source(Protocol):
-    """What GGUFFile and _SafetensorsFiles have in common; `interleaved` says in which order q and k rows are stored."""
+    """What GGUFFile and _SafetensorsFiles have in common.
+
+    `interleaved` says in which order q and k rows are stored; `fields` is a GGUF file's metadata, None elsewhere.
+    """
 
     interleaved: bool
+
+    @property
+    def fields(self) -> dict[str, Any] | None: ...
 
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -233,6 +244,7 @@ class _SafetensorsFiles:
     """Safetensors files read as one; all headers are read, and names and dtypes checked, when it is built."""
 
     interleaved = False
+    fields: dict[str, Any] | None = None
 
     def __init__(self, folder: Path, shards: dict[str, set[str]]) -> None:
         self._files: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 import torch
 
+from fused_spec.kernels.attention import STRIDE
 from fused_spec.kernels.rope import rope_table
 from fused_spec.models.config import ModelConfig
 
@@ -19,6 +20,7 @@ class KVCache:
     def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         # On a CPU attention is several times faster in float32 than in half precision, and the cache is small there.
         self.dtype = torch.float32 if device.type == "cpu" else dtype
+        capacity = -(-capacity // STRIDE) * STRIDE
         shape = (config.num_layers, capacity, config.num_kv_heads, config.head_dim)
         self.keys = torch.zeros(shape, dtype=self.dtype, device=device)
         self.values = torch.zeros(shape, dtype=self.dtype, device=device)
@@ -26,7 +28,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Number of slots."""
+        """Number of slots: what was asked for, rounded up to whole strides of the attention kernel."""
         return self.keys.shape[1]
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """Weight matrices as callables, so that a transformer does not know how its products are made."""
 
+import functools
 from typing import Protocol
 
 import torch
@@ -30,31 +31,37 @@ class DenseLinear:
 class Int8Linear:
     """A weight [out, in] in int8 with one scale per output channel, multiplied without being expanded in memory.
 
-    Symmetric: scale = max |row| / 127. Activations stay in the working dtype.
+    Symmetric: scale = max |row| / 127. torch's CPU product is fast for bfloat16 activations only, so that is what they
+    are rounded to, whatever the working dtype. It reads past rows that are no multiple of 16 long and crashes on
+    unaligned memory, neither of which it checks. Where it cannot be used, the weight is expanded for each product.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
         rows = weight.float()
         scale = (rows.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         self.weight = (rows / scale[:, None]).round_().to(torch.int8)
-        self.scale = scale.to(weight.dtype)
-        self.fused = _has_int8_product(weight.dtype, weight.device)
+        self.scale = scale.bfloat16()
+        self.fused = weight.shape[1] % 16 == 0 and _has_int8_product(weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused:
-            return torch._weight_int8pack_mm(x, self.weight, self.scale)
-        return F.linear(x, self.weight.to(x.dtype)) * self.scale
+            rows = x.bfloat16().contiguous()
+            if rows.data_ptr() % 64:
+                rows = rows.clone()
+            return torch._weight_int8pack_mm(rows, self.weight, self.scale).to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
 
     def quantize_int8(self) -> "Int8Linear":
         """Itself."""
         return self
 
 
-def _has_int8_product(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch multiplies by an int8 weight here; a private operator, so it is tried rather than assumed."""
+@functools.cache
+def _has_int8_product(device: torch.device) -> bool:
+    """Whether torch multiplies bfloat16 by int8 here; a private operator, so it is tried rather than assumed."""
     try:
         weight = torch.ones(32, 32, dtype=torch.int8, device=device)
-        ones = torch.ones(32, dtype=dtype, device=device)
+        ones = torch.ones(32, dtype=torch.bfloat16, device=device)
         return bool((torch._weight_int8pack_mm(ones[None], weight, ones) == 32).all())
     except (RuntimeError, NotImplementedError, AttributeError):
         return False

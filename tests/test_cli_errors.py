@@ -77,7 +77,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (f"--device cuda:{torch.cuda.device_count()}", "is not available: this torch sees"),
         ("--attention flash", "attention must be 'auto' or 'sdpa' in this version, got 'flash'"),
         ("--draft no/such/model.gguf", "no/such/model.gguf: no such file or folder"),
-        ("--draft=", "model is ''; allowed: a folder, a .gguf file or a hub id 'org/name'"),
+        ("--draft=", "'ngram', 'self-int8' or None, got ''"),
         ("--chat", "this checkpoint has no chat template; pass the prompt as text or token ids"),
         ("--prompt-file x", "argument --prompt-file: not allowed with argument --prompt"),
         ("--logprobs yes", "unrecognized arguments: yes"),

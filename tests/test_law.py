@@ -20,7 +20,7 @@ from fused_spec.rules import Rule
 from laws import assert_law, chi_square
 from toy import next_laws, toy_model
 
-V, M, RUNS = 16, 3, 2500
+V, M, RUNS = 16, 3, 1800
 A = 5
 PROMPT = [token for other in range(V) for token in (A, other)] + [A]  # every pair (A, x) has been seen before
 VERIFIER = toy_model(1, sharpness=1.5)

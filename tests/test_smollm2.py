@@ -1,6 +1,5 @@
 """A real model: SmolLM2-135M-Instruct, against transformers on the same weights and against our own other paths."""
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -51,15 +50,10 @@ def reference(smollm2_path: Path) -> Any:
 
 
 def engine(loaded: tuple[Transformer, Any], draft: str, m: int = 4) -> Engine:
+    """An engine on loaded weights; as a second model serves the int8 copy, with a cache of its own."""
     model, tokenizer = loaded
-    drafts: dict[str, Any] = {"none": None, "model": shallow(model)}
-    return Engine(model, tokenizer, draft=drafts.get(draft, draft), num_draft_tokens=m, max_length=512)
-
-
-def shallow(model: Transformer) -> Transformer:
-    """The first 20 of 30 layers: a second model with the same tokenizer, right often enough to be tested."""
-    config = dataclasses.replace(model.config, num_layers=20)
-    return Transformer(config, model.embedding, model.layers[:20], model.norm, model.head)
+    drafting = {"none": None, "model": model.quantized_int8() if draft == "model" else None}.get(draft, draft)
+    return Engine(model, tokenizer, draft=drafting, num_draft_tokens=m, max_length=512)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +61,7 @@ def greedy(float32: tuple[Transformer, Any]) -> dict[str, list[list[int]]]:
     """Greedy token ids of every drafter on every prompt."""
     texts = {}
     for draft in DRAFTS:
-        running = engine(float32, draft)
+        running = engine(float32, draft, m=2 if draft == "ngram" else 6)
         texts[draft] = [
             running.generate(prompt, max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True).token_ids
             for prompt in PROMPTS
@@ -113,8 +107,8 @@ def test_bfloat16_greedy_is_bitwise_our_wide_path(bfloat16: tuple[Transformer, A
     """What is accepted changes which row of a block a token comes from, but not its logits."""
     plain = engine(bfloat16, "ngram")
     plain.drafter = Hopeless(4)
-    for prompt in PROMPTS:
-        options: dict[str, Any] = {"max_new_tokens": 80, "temperature": 0.0, "ignore_eos": True}
+    for prompt in PROMPTS[:3]:
+        options: dict[str, Any] = {"max_new_tokens": 70, "temperature": 0.0, "ignore_eos": True}
         expected = plain.generate(prompt, **options).token_ids
         for draft in ("ngram", "self-int8", "model"):
             assert engine(bfloat16, draft).generate(prompt, **options).token_ids == expected, (draft, prompt)
@@ -124,9 +118,9 @@ def test_bfloat16_differs_from_width_one_only_at_near_ties(bfloat16: tuple[Trans
     """Teacher-forced: where a one-row pass prefers another token, its two best lie within 2 bfloat16 ulps."""
     model, tokenizer = bfloat16
     running = engine(bfloat16, "self-int8")
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:3]:
         ids = tokenizer.encode(prompt)
-        out = running.generate(prompt, max_new_tokens=80, temperature=0.0, ignore_eos=True).token_ids
+        out = running.generate(prompt, max_new_tokens=70, temperature=0.0, ignore_eos=True).token_ids
         tokens = torch.tensor(ids + out)
         with torch.inference_mode():
             cache = model.new_cache(len(tokens))
