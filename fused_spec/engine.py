@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +29,10 @@ from fused_spec.rules import Rule, SpeculativeSampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+WIDE_DELTA = 0.25
+"""From this budget on, Cactus without truncation deserves a warning (docs/rules.md, fact 5)."""
 
 
 class Engine:
@@ -87,6 +92,7 @@ class Engine:
         self.state = RoundState.empty(capacity, m, target.config.eos_token_ids, target.device)
         self.drafter = self._drafter(draft, m, capacity)
         self.running: Generation | None = None
+        self._warned = False
 
     def _drafter(self, draft: Transformer | str | None, m: int, capacity: int) -> Drafter:
         if draft is None:
@@ -189,6 +195,8 @@ class Engine:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InvalidInput(f"{name} must be a number, got {value!r}")
         check_processing(temperature, top_k, top_p, min_p)
+        if temperature > 0 and (top_k, top_p, min_p) == (0, 1, 0):
+            self._warn_of_the_tail()
         if seed is None:
             seed = secrets.randbits(63)
         elif isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
@@ -206,6 +214,17 @@ class Engine:
                 logprobs=logprobs,
             ),
         )
+
+    def _warn_of_the_tail(self) -> None:
+        """Say once per engine that a wide budget without truncation hands the text over to the draft."""
+        delta = torch.as_tensor(getattr(self.rule, "delta", 0.0)).max().item()
+        if delta >= WIDE_DELTA and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.rule} without top_k, top_p or min_p: in the tail Cactus accepts sqrt(2 delta / q) times what q "
+                "gives a token, so the text largely becomes the draft's; its authors use top_p=0.95, top_k=20",
+                stacklevel=3,
+            )
 
     def generate(
         self,

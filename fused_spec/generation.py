@@ -80,7 +80,11 @@ class Generation(Iterator[Chunk]):
     """Iterate to decode; `output` is complete once the iteration ends."""
 
     def __init__(self, engine: "Engine", request: Request) -> None:
-        self.output = GenerationOutput(seed=request.seed, logprobs=[] if request.logprobs else None)
+        self.output = GenerationOutput(
+            seed=request.seed,
+            stats=Statistics(gain_is_variation=engine.rule.gain_is_variation),
+            logprobs=[] if request.logprobs else None,
+        )
         self._engine = engine
         self._request = request
         self._text = TextStream(engine.tokenizer, request.stop)

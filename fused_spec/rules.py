@@ -22,6 +22,8 @@ class Rule:
     """Base of all rules. `str(rule)` gives the form that `parse_rule` reads."""
 
     name: ClassVar[str]
+    gain_is_variation: ClassVar[bool] = True
+    """Whether the acceptance gained over speculative sampling is the total variation paid."""
 
     def __str__(self) -> str:
         parameters = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)]
@@ -63,7 +65,8 @@ def _check(rule: Rule, parameter: str, low: float, high: float = math.inf, *, op
     for number in numbers:
         legal = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
         if not legal or not low <= number <= high or (open_low and number == low):
-            interval = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
+            opening = "(" if open_low or low == -math.inf else "["
+            interval = f"{opening}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
             shown = f"a {value.dtype} tensor {value.tolist()}" if isinstance(value, torch.Tensor) else repr(value)
             raise InvalidInput(
                 f"{rule.name}: {parameter} must be a finite number (or a float tensor [B]) in {interval}, got {shown}"
@@ -104,7 +107,126 @@ class Cactus(Rule):
             raise InvalidInput(f"cactus: solver must be 'taylor' or 'exact', got {self.solver!r}")
 
 
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SpeculativeSampling, Cactus)}
+@dataclass(frozen=True, eq=False)
+class TypicalAcceptance(Rule):
+    """Medusa's rule (Cai et al. 2024, arXiv 2401.10774): accept iff q_n > min(epsilon, alpha exp(-H(q))), H in nats.
+
+    A rejected slot takes the arg max of q. No drawn number decides, and nothing bounds how far the output strays from
+    q: the gain over speculative sampling is no total variation and can be negative. Usual: alpha = sqrt(epsilon).
+
+    Args:
+        epsilon: [0, 1]. alpha: >= 0. Numbers or float tensors [B].
+    """
+
+    epsilon: Parameter = 0.09
+    alpha: Parameter = 0.3
+    name: ClassVar[str] = "typical"
+    gain_is_variation: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check(self, "epsilon", 0.0, 1.0)
+        _check(self, "alpha", 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Lenience(Rule):
+    """Accept with probability min(1, q_n / (lenience p_n)), else resample from (q - p)+ (Leviathan et al. 2023, A.5).
+
+    Args:
+        lenience: (0, 1]; 1 is SpeculativeSampling, bit for bit. A number or a float tensor [B].
+    """
+
+    lenience: Parameter
+    name: ClassVar[str] = "lenience"
+
+    def __post_init__(self) -> None:
+        _check(self, "lenience", 0.0, 1.0, open_low=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Ensemble(Rule):
+    """The output follows the mixture weight q + (1 - weight) p wherever a draft is tested.
+
+    Accept with probability min(1, (weight q_n + (1 - weight) p_n) / p_n), else resample from (q - p)+.
+
+    Args:
+        weight: [0, 1], the verifier's share; 1 is SpeculativeSampling, bit for bit. A number or a float tensor [B].
+    """
+
+    weight: Parameter
+    name: ClassVar[str] = "ensemble"
+
+    def __post_init__(self) -> None:
+        _check(self, "weight", 0.0, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class MentoredDecoding(Rule):
+    """Accept as often as KL(q||pi) <= kl allows (Tran-Thien 2023, "An optimal lossy variant of speculative decoding").
+
+    Drafts are tested against pi, which maximises sum min(p, pi) under that budget with pi_x = 0 where q_x = 0: pi is
+    q / a where p > q / a, q / b where p < q / b, and p in between.
+
+    Args:
+        kl: budget in nats, >= 0; 0 is SpeculativeSampling, bit for bit. A number or a float tensor [B].
+    """
+
+    kl: Parameter
+    name: ClassVar[str] = "mentored"
+
+    def __post_init__(self) -> None:
+        _check(self, "kl", 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class CascadeOpt(Rule):
+    """Speculative cascade, "OPT" deferral (Narasimhan et al. 2024, arXiv 2405.19261): per slot, pi is q or p.
+
+    pi = q if max p < max q - alpha TV(p, q), else p.
+
+    Args:
+        alpha: any real; the larger, the more is left to the draft. A number or a float tensor [B].
+    """
+
+    alpha: Parameter
+    name: ClassVar[str] = "cascade_opt"
+
+    def __post_init__(self) -> None:
+        _check(self, "alpha", -math.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class CascadeToken(Rule):
+    """Speculative cascade, token-specific rule "V3" (Narasimhan et al. 2024, arXiv 2405.19261).
+
+    pi = p on A and q for the mass that p has outside it, A = {x: q_x >= (1 - alpha) max q}. The gain over speculative
+    sampling is not a total variation and can be negative.
+
+    Args:
+        alpha: [0, 1]; 1 leaves everything to the draft. A number or a float tensor [B].
+    """
+
+    alpha: Parameter
+    name: ClassVar[str] = "cascade_token"
+    gain_is_variation: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check(self, "alpha", 0.0, 1.0)
+
+
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule
+    for rule in (
+        SpeculativeSampling,
+        Cactus,
+        TypicalAcceptance,
+        Lenience,
+        Ensemble,
+        MentoredDecoding,
+        CascadeOpt,
+        CascadeToken,
+    )
+}
 
 
 def parse_rule(text: str) -> Rule:

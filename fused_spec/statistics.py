@@ -9,6 +9,7 @@ class Statistics:
     """Counters of one generation. The token sampled from the prefill belongs to no round.
 
     Attributes:
+        gain_is_variation: whether the rule's acceptance gain is a total variation; if not, those figures are None.
         rounds: rounds that emitted a token.
         round_sizes: m of each round.
         drafted: drafts proposed (in a round cut short by an end of text: up to the cut).
@@ -19,6 +20,7 @@ class Statistics:
         prefill_seconds: until the first token was known. decode_seconds: all rounds, without the caller's time.
     """
 
+    gain_is_variation: bool = True
     rounds: int = 0
     round_sizes: list[int] = field(default_factory=list)
     drafted: int = 0
@@ -67,12 +69,12 @@ class Statistics:
     @property
     def total_variation(self) -> float | None:
         """Estimated total variation paid per emitted token: tv_gain over emitted tokens; 0 for a lossless rule."""
-        return self._gain / self.emitted if self.emitted else None
+        return self._gain / self.emitted if self.emitted and self.gain_is_variation else None
 
     @property
     def total_variation_error(self) -> float | None:
         """Standard error of total_variation, a ratio over rounds; None below two rounds."""
-        if self.rounds < 2:
+        if self.rounds < 2 or not self.gain_is_variation:
             return None
         ratio = self._gain / self.emitted
         squares = self._xx - 2 * ratio * self._xy + ratio * ratio * self._yy
@@ -81,7 +83,7 @@ class Statistics:
     @property
     def total_variation_per_draft(self) -> float | None:
         """Estimated total variation paid per tested draft."""
-        return self._gain / self._tested if self._tested else None
+        return self._gain / self._tested if self._tested and self.gain_is_variation else None
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -40,6 +40,7 @@ class RowLaw:
         total: sum of the weights.
         peak, cutoff: largest and smallest kept z. Greedy: both the largest logit.
         token: the arg max of a greedy row; the lowest allowed id of a faulty row; else -1.
+        allowed: [ceil(V/32)] int32 bitmask, if there is one.
         fault: 0, NOT_A_NUMBER (a NaN or +inf logit: no softmax exists) or EMPTY (no token has weight).
     """
 
@@ -51,11 +52,47 @@ class RowLaw:
     cutoff: float
     token: int
     fault: int
+    allowed: torch.Tensor | None = None
 
     @property
     def lse(self) -> float:
         """log(sum exp z) over the kept tokens."""
         return self.peak + math.log(self.total)
+
+    def allows(self, token: int) -> bool:
+        """Whether the token is an id of the vocabulary that no mask excludes."""
+        if not 0 <= token < self.vocab_size:
+            return False
+        return self.allowed is None or (int(self.allowed[token // 32]) >> (token % 32)) & 1 == 1
+
+    def probabilities(self) -> torch.Tensor:
+        """P as [padded] float32; not of a faulty row."""
+        if self.weights is None:
+            row = torch.zeros(padded_size(self.vocab_size))
+            row[self.token] = 1.0
+            return row
+        return self.weights * (1.0 / self.total)
+
+    @property
+    def highest(self) -> float:
+        """The largest probability, to more digits than float32 sums have: below 1 if any other token has weight."""
+        if self.weights is None:
+            return 1.0
+        top = self.weights == 1
+        rest = self.weights.masked_fill(top, 0.0).view(-1, GROUP).sum(1).sum(dtype=torch.float64).item()
+        return 1.0 / (int(top.sum()) + rest)
+
+    def arg_max(self) -> int:
+        """The most likely token, the lowest id among ties."""
+        return self.token if self.weights is None else int(self.weights.argmax())
+
+    def entropy(self) -> float:
+        """-sum P ln P in nats."""
+        if self.weights is None or self.scaled is None:
+            return 0.0
+        below = (self.scaled - self.peak).masked_fill_(self.weights == 0, 0.0)  # 0 * -inf would be NaN
+        mean = (self.weights * below).view(-1, GROUP).sum(1).sum(dtype=torch.float64).item() / self.total
+        return math.log(self.total) - mean
 
     def error_bit(self, not_a_number: int) -> int:
         """The error bit of a faulty row, `not_a_number` or EMPTY_SUPPORT; 0 of a good one."""
@@ -82,14 +119,14 @@ def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor 
         allowed: [ceil(V/32)] int32 bitmask or None; bit i of word w stands for id 32 w + i.
     """
     vocab_size = logits.numel()
-    scaled = torch.empty(-(-vocab_size // GROUP) * GROUP, dtype=torch.float32)
+    scaled = torch.empty(padded_size(vocab_size), dtype=torch.float32)
     scaled[vocab_size:] = -math.inf
     row = scaled[:vocab_size]
     row.copy_(logits)
     if allowed is not None:
         row.masked_fill_(~unpack_mask(allowed, vocab_size), -math.inf)
     if processing.temperature == 0:
-        return _greedy(row)
+        return _greedy(row, allowed)
     if processing.temperature != 1:
         row.div_(processing.temperature)
     peak = row.max().item()
@@ -100,15 +137,15 @@ def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor 
     if lowest > -math.inf:
         weights.masked_fill_(scaled < lowest, 0.0)
     total = weights.view(-1, GROUP).sum(1).sum(dtype=torch.float64).item()
-    return RowLaw(vocab_size, scaled, weights, total, peak, lowest, -1, 0)
+    return RowLaw(vocab_size, scaled, weights, total, peak, lowest, -1, 0, allowed)
 
 
-def _greedy(row: torch.Tensor) -> RowLaw:
+def _greedy(row: torch.Tensor, allowed: torch.Tensor | None) -> RowLaw:
     token = int(row.argmax())
     peak = row[token].item()
     if not math.isfinite(peak):
         return _faulty(row, peak)
-    return RowLaw(row.numel(), None, None, 1.0, peak, peak, token, 0)
+    return RowLaw(row.numel(), None, None, 1.0, peak, peak, token, 0, allowed)
 
 
 def _faulty(row: torch.Tensor, peak: float) -> RowLaw:
@@ -116,6 +153,11 @@ def _faulty(row: torch.Tensor, peak: float) -> RowLaw:
     lowest_allowed = int((row != -math.inf).int().argmax())
     fault = EMPTY if peak == -math.inf else NOT_A_NUMBER
     return RowLaw(row.numel(), None, None, 1.0, peak, -math.inf, lowest_allowed, fault)
+
+
+def padded_size(vocab_size: int) -> int:
+    """V rounded up to whole groups."""
+    return -(-vocab_size // GROUP) * GROUP
 
 
 def unpack_mask(words: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from fused_spec.kernels.acceptance import decide
-from fused_spec.kernels.error_bits import DRAFT_IMPOSSIBLE, DRAFT_OUT_OF_RANGE, NAN_DRAFT, NAN_TARGET, ZERO_RESIDUAL
+from fused_spec.kernels.acceptance import decide, typical_threshold
+from fused_spec.kernels.draft_slot import DraftSlot
+from fused_spec.kernels.error_bits import NAN_TARGET, ZERO_RESIDUAL
 from fused_spec.kernels.inverse_cdf import draw, pick
+from fused_spec.kernels.pair_rules import Pair, PairTarget, pair_target
 from fused_spec.kernels.philox import RESAMPLE, acceptance_uniform, sampling_uniform
-from fused_spec.kernels.row_law import GROUP, Processing, RowLaw, row_law
-from fused_spec.rules import Rule
+from fused_spec.kernels.row_law import Processing, RowLaw, row_law
+from fused_spec.rules import Cactus, Rule, TypicalAcceptance
 
 
 class Outcome(NamedTuple):
@@ -28,13 +30,12 @@ class Outcome(NamedTuple):
     error: int
 
 
-class _Test(NamedTuple):
-    """One tested draft: the pieces its residual is made of."""
+class _Verdict(NamedTuple):
+    """Accept iff u * p_n < threshold, else resample from (scale q - p)+, or (pi - p)+ where there is a pi."""
 
-    token: int
-    p_n: float
     threshold: float
-    residual_scale: float
+    scale: float = 1.0
+    pi: PairTarget | None = None
 
 
 @dataclass(slots=True)
@@ -53,7 +54,6 @@ class Request:
     cutoffs: list[float] | None
     uniforms: list[float] | None
     error: int = 0
-    draft_law: RowLaw | None = None  # of the slot under test, when it had to be computed
 
     def run(self) -> Outcome:
         """Test the drafts in order, up to the row that decides."""
@@ -69,11 +69,13 @@ class Request:
             if accepted == present:
                 token = self._draw(law, accepted)
                 break
-            test, accept_prob[accepted], tv_gain[accepted] = self._test(law, accepted)
-            if self._uniform(accepted) * test.p_n < test.threshold and test.p_n > 0 and not law.fault:
+            draft = self._draft(accepted)
+            verdict = self._judge(law, draft)
+            accept_prob[accepted], tv_gain[accepted] = _price(law, draft, verdict)
+            if self._uniform(accepted) * draft.p_n < verdict.threshold and draft.p_n > 0:
                 accepted += 1
             else:
-                token = self._resample(law, test, accepted)
+                token = self._resample(law, draft, verdict, accepted)
         tokens = self.draft_ids[:accepted] + [token] + [-1] * (num_drafts - accepted)
         return Outcome(tokens, accepted, accept_prob, tv_gain, self.error)
 
@@ -83,88 +85,72 @@ class Request:
     def _draw(self, law: RowLaw, slot: int) -> int:
         return draw(law, sampling_uniform(self.key[0], self.key[1] + slot, RESAMPLE))
 
-    def _test(self, law: RowLaw, slot: int) -> tuple[_Test, float, float]:
-        token = self.draft_ids[slot]
-        p_n = self._draft_prob(token, slot)
-        q_n = math.exp(law.log_prob(token))
-        threshold, scale = decide(self.rule, q_n)
-        accept = min(1.0, threshold / p_n) if p_n > 0 else 0.0
-        return _Test(token, p_n, threshold, scale), accept, accept - (min(1.0, q_n / p_n) if p_n > 0 else 0.0)
+    def _draft(self, slot: int) -> DraftSlot:
+        draft = DraftSlot(
+            token=self.draft_ids[slot],
+            vocab_size=self.target_logits.shape[1],
+            logits=None if self.draft_logits is None else self.draft_logits[slot],
+            processing=self.draft,
+            log_prob=None if self.log_probs is None else self.log_probs[slot],
+            cutoff=None if self.cutoffs is None else self.cutoffs[slot],
+        )
+        self.error |= draft.error
+        return draft
 
-    def _draft_prob(self, token: int, slot: int) -> float:
-        """p_n of the slot's draft, 0 where it must be rejected; notes what is wrong with it."""
-        known = self.target_logits.shape[1]
-        self.draft_law = None
-        if self.draft_logits is None:
-            if not 0 <= token < known:
-                self.error |= DRAFT_OUT_OF_RANGE
-                return 0.0
-            return 1.0
-        if not 0 <= token < max(known, self.draft_logits.shape[1]):
-            self.error |= DRAFT_OUT_OF_RANGE
-            return 0.0
-        if self.log_probs is not None:
-            log_prob = self.log_probs[slot]
-        else:
-            self.draft_law = row_law(self.draft_logits[slot], self.draft)
-            log_prob = self.draft_law.log_prob(token)
-            self.error |= self.draft_law.error_bit(NAN_DRAFT)
-            if self.draft_law.fault:
-                return 0.0
-        if not log_prob < math.inf:  # the statistics of a faulty row
-            self.error |= NAN_DRAFT
-            return 0.0
-        if log_prob == -math.inf:
-            self.error |= DRAFT_IMPOSSIBLE
-        return math.exp(log_prob)
+    def _judge(self, law: RowLaw, draft: DraftSlot) -> _Verdict:
+        """Apply the rule. A relaxed rule may accept what q gives no weight, but never what q does not know or allow."""
+        if law.fault or not law.allows(draft.token):
+            return _Verdict(0.0)
+        q_n = math.exp(law.log_prob(draft.token))
+        decision = decide(self.rule, draft.p_n, q_n)
+        if decision is not None:
+            return _Verdict(decision.threshold, decision.residual_scale)
+        if isinstance(self.rule, TypicalAcceptance):
+            bar = typical_threshold(float(self.rule.epsilon), float(self.rule.alpha), law.entropy())
+            return _Verdict(math.inf if q_n > bar else 0.0)
+        p = draft.row()
+        if p is None:
+            return _Verdict(0.0)
+        q = law.probabilities()
+        pi = pair_target(self.rule, Pair(p, q, draft.highest, law.highest, draft.lost))
+        return _Verdict(pi.at(draft.p_n, q_n, q[draft.token].item()), pi=pi)
 
-    def _resample(self, law: RowLaw, test: _Test, slot: int) -> int:
-        """The token of a rejected slot, from (h - p)+, or from q where that has no mass."""
+    def _resample(self, law: RowLaw, draft: DraftSlot, verdict: _Verdict, slot: int) -> int:
+        """The token of a rejected slot, from the residual, or from q where that has no mass."""
         if law.weights is None:  # a greedy q has one token, and so has its residual
             return law.token
-        weights = self._residual(law, test, slot)
+        if isinstance(self.rule, TypicalAcceptance):
+            return law.arg_max()
+        weights = self._residual(law, draft, verdict)
         token = pick(weights, sampling_uniform(self.key[0], self.key[1] + slot, RESAMPLE))
         if token < 0:
             self.error |= ZERO_RESIDUAL
             return self._draw(law, slot)
         return token
 
-    def _residual(self, law: RowLaw, test: _Test, slot: int) -> torch.Tensor:
+    def _residual(self, law: RowLaw, draft: DraftSlot, verdict: _Verdict) -> torch.Tensor:
         """(h - p)+ as [padded] float32."""
         assert law.weights is not None
-        weights = law.weights * (test.residual_scale / law.total)
-        if self.draft_logits is not None:
-            p = self._draft_row(test, slot)
-            if p is not None:
-                shared = min(weights.numel(), p.numel())
-                weights[:shared].sub_(p[:shared]).clamp_(min=0)
-        if 0 <= test.token < law.vocab_size:
-            weights[test.token] = max(test.threshold - test.p_n, 0.0)
+        p = draft.row()
+        if verdict.pi is not None and p is not None:
+            weights = verdict.pi.row(p, law.probabilities())
+        else:
+            weights = law.weights * (verdict.scale / law.total)
+        if p is not None:
+            weights.sub_(p).clamp_(min=0)
+        if 0 <= draft.token < law.vocab_size:
+            if draft.p_n > 0:  # a rejection means h_n < p_n, whatever rounding makes of the difference
+                weights[draft.token] = 0.0
+            elif isinstance(self.rule, Cactus):
+                weights[draft.token] = verdict.threshold
         return weights
 
-    def _draft_row(self, test: _Test, slot: int) -> torch.Tensor | None:
-        """p of a slot as [padded] float32; None where it is zero everywhere (or one-hot at the draft, set apart)."""
-        assert self.draft_logits is not None
-        logits = self.draft_logits[slot]
-        law = self.draft_law
-        if law is None and self.draft.temperature > 0 and test.p_n > 0:
-            return self._draft_row_from_stats(logits, test, slot)
-        law = law or row_law(logits, self.draft)
-        if law.fault:
-            return None
-        if law.weights is None:
-            one_hot = torch.zeros(-(-law.vocab_size // GROUP) * GROUP)
-            one_hot[law.token] = 1.0
-            return one_hot
-        return law.weights.div_(law.total)
 
-    def _draft_row_from_stats(self, logits: torch.Tensor, test: _Test, slot: int) -> torch.Tensor:
-        """p without a second normalising pass: ln p_x = (z_x - z_n) + ln p_n, which keeps more digits than lse."""
-        assert self.log_probs is not None
-        assert self.cutoffs is not None
-        z = logits.to("cpu", torch.float32, copy=True)
-        if self.draft.temperature != 1:
-            z.div_(self.draft.temperature)
-        cut = z < self.cutoffs[slot]
-        z.sub_(z[test.token].item()).add_(self.log_probs[slot]).exp_()
-        return z.masked_fill_(cut, 0.0)
+def _price(law: RowLaw, draft: DraftSlot, verdict: _Verdict) -> tuple[float, float]:
+    """(accept probability, acceptance gained over speculative sampling)."""
+    if draft.p_n == 0:
+        return 0.0, 0.0
+    accept = min(1.0, verdict.threshold / draft.p_n)
+    if law.fault:
+        return accept, 0.0
+    return accept, accept - min(1.0, math.exp(law.log_prob(draft.token)) / draft.p_n)

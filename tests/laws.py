@@ -3,6 +3,9 @@
 import torch
 from scipy.stats import chi2
 
+from fused_spec.kernels.acceptance_reference import acceptance_reference, target_reference
+from fused_spec.rules import CascadeOpt, CascadeToken, MentoredDecoding, Rule
+
 
 def chi_square(counts: torch.Tensor, law: torch.Tensor) -> tuple[float, int]:
     """(statistic, degrees of freedom) of counts [N] against a law [N]; a cell of zero probability must be empty."""
@@ -27,3 +30,16 @@ def assert_law(counts: torch.Tensor, law: torch.Tensor, false_alarm: float = 1e-
     """Fail if the counts would be at most this likely under the law."""
     statistic, freedom = chi_square(counts.double(), law)
     assert freedom == 0 or chi2.sf(statistic, freedom) > false_alarm, (statistic, freedom)
+
+
+def emitted_law(rule: Rule, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """([V] mass emitted by acceptance, [V] mass emitted by resampling) of one tested slot; their sum is h_alg."""
+    accepted, resampled = torch.zeros_like(q), torch.zeros_like(q)
+    pairs = isinstance(rule, MentoredDecoding | CascadeOpt | CascadeToken)
+    target = target_reference(rule, p, q, 0) if pairs else None
+    for token in p.nonzero().flatten().tolist():
+        accept, _, residual = acceptance_reference(rule, p, q, token, target)
+        accepted[token] = p[token] * accept
+        if accept < 1:
+            resampled += p[token] * (1 - accept) * residual
+    return accepted, resampled

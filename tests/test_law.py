@@ -1,8 +1,8 @@
 """End to end: the joint law of the first tokens an engine emits, enumerated exactly and tested by chi-square.
 
-V = 16, m = 3, T = 1, float32. For a lossless rule it is the verifier's own law; for Cactus it is the h_alg that
-follows from the definitions, slot by slot. Drafts are poor enough that three tokens often span several rounds, so
-noise shared between drafting, testing and resampling would show; a planted fault of that kind is found.
+V = 16, m = 3, T = 1, float32. For a lossless rule it is the verifier's own law; for a relaxed one it is the h_alg that
+follows from the definitions, slot by slot. Drafts are poor enough that three tokens often span several rounds, so noise
+shared between drafting, testing and resampling would show; a planted fault of that kind is found.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +13,18 @@ from scipy.stats import chi2
 
 from fused_spec import Cactus, Engine, SpeculativeSampling
 from fused_spec.kernels import philox
-from fused_spec.kernels.acceptance import acceptance_reference
 from fused_spec.kernels.ngram import ngram_propose_reference
 from fused_spec.models.transformer import Transformer
-from fused_spec.rules import Rule
-from laws import assert_law, chi_square
+from fused_spec.rules import (
+    CascadeOpt,
+    CascadeToken,
+    Ensemble,
+    Lenience,
+    MentoredDecoding,
+    Rule,
+    TypicalAcceptance,
+)
+from laws import assert_law, chi_square, emitted_law
 from toy import next_laws, toy_model
 
 V, M, RUNS = 16, 3, 1800
@@ -57,20 +64,12 @@ def self_law(verifier: Transformer) -> DraftLaw:
     return law
 
 
-def slot_masses(rule: Rule, p: torch.Tensor | None, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """([V] mass emitted by acceptance, [V] mass emitted by resampling or as the extra token) of one slot."""
-    if p is None:
-        return torch.zeros_like(q), q
-    accepted, resampled = torch.zeros_like(q), torch.zeros_like(q)
-    for token in p.nonzero().flatten().tolist():
-        accept, _, residual = acceptance_reference(rule, p, q, token)
-        accepted[token] = p[token] * accept
-        resampled += p[token] * (1 - accept) * residual
-    return accepted, resampled
+def enumerate_law(rule: Rule, draft_law: DraftLaw) -> tuple[torch.Tensor, float]:
+    """([V, V, V] joint law of the first three tokens, expected total variation of the slots that gave the last two).
 
-
-def enumerate_law(rule: Rule, draft_law: DraftLaw) -> torch.Tensor:
-    """[V, V, V] joint law of the first three tokens; the first is sampled from the prefill."""
+    The first token is sampled from the prefill.
+    """
+    paid = 0.0
     law = torch.zeros(V, V, V, dtype=torch.float64)
     first = next_laws(VERIFIER, PROMPT)[-1]
     for a in range(V):
@@ -83,7 +82,9 @@ def enumerate_law(rule: Rule, draft_law: DraftLaw) -> torch.Tensor:
                 context = PROMPT + list(emitted)
                 q = next_laws(VERIFIER, context)[-1]
                 for slot, mass in by_slot.items():
-                    masses = slot_masses(rule, draft_law(context, slot), q)
+                    p = draft_law(context, slot)
+                    masses = (torch.zeros_like(q), q) if p is None else emitted_law(rule, p, q)
+                    paid += (mass * (masses[0] + masses[1] - q).abs().sum() / 2).item()
                     for share, then in zip(masses, (slot + 1, 0), strict=True):
                         for token in share.nonzero().flatten().tolist():
                             reached = following.setdefault((*emitted, token), {})
@@ -91,18 +92,20 @@ def enumerate_law(rule: Rule, draft_law: DraftLaw) -> torch.Tensor:
             states = following
         for emitted, by_slot in states.items():
             law[emitted] = torch.stack(list(by_slot.values())).sum()
-    return law
+    return law, paid
 
 
-def draw(engine: Engine, runs: int = RUNS) -> tuple[torch.Tensor, float]:
-    """([V, V, V] counts of the first three tokens over fresh seeds, accepted drafts per run)."""
+def draw(engine: Engine, runs: int = RUNS) -> tuple[torch.Tensor, float, torch.Tensor]:
+    """([V, V, V] counts of the first three tokens over fresh seeds, accepted drafts per run, gain of each run)."""
     counts = torch.zeros(V, V, V)
     accepted = 0
+    gains = torch.zeros(runs, dtype=torch.float64)
     for seed in range(runs):
         out = engine.generate(PROMPT, max_new_tokens=3, seed=seed)
         counts[tuple(out.token_ids)] += 1
         accepted += out.stats.accepted
-    return counts, accepted / runs
+        gains[seed] = (out.stats.total_variation or 0.0) * out.stats.emitted
+    return counts, accepted / runs, gains
 
 
 def views(joint: torch.Tensor) -> list[torch.Tensor]:
@@ -133,29 +136,47 @@ DRAFTS: dict[str, tuple[Transformer | str, DraftLaw]] = {
 def test_speculative_sampling_emits_the_verifiers_law(draft: str) -> None:
     engine = Engine(VERIFIER, draft=DRAFTS[draft][0], num_draft_tokens=M, max_length=64)
     law = verifier_law()
-    enumerated = enumerate_law(SpeculativeSampling(), DRAFTS[draft][1])
+    enumerated, _ = enumerate_law(SpeculativeSampling(), DRAFTS[draft][1])
     torch.testing.assert_close(enumerated, law, rtol=0, atol=1e-12)  # the enumeration itself, against losslessness
-    counts, accepted = draw(engine)
+    counts, accepted, gains = draw(engine)
     assert accepted > 0.05
+    assert gains.abs().max() == 0
     for seen, expected in zip(views(counts), views(law), strict=True):
         assert_law(seen, expected, 1e-7)
 
 
-@pytest.mark.parametrize(
-    ("rule", "draft"), [(Cactus(0.3), name) for name in DRAFTS] + [(Cactus(0.3, solver="exact"), "model")], ids=str
-)
-def test_cactus_emits_its_own_exact_law(rule: Rule, draft: str) -> None:
+RELAXED: list[tuple[Rule, str]] = [
+    *((Cactus(0.2), draft) for draft in DRAFTS),
+    (Cactus(0.2, solver="exact"), "model"),
+    (TypicalAcceptance(0.2, 0.5), "model"),
+    (Lenience(0.5), "self-int8"),
+    (Ensemble(0.6), "ngram"),
+    (Ensemble(0.6), "model"),
+    (MentoredDecoding(0.1), "model"),
+    (CascadeOpt(0.1), "model"),
+    (CascadeToken(0.7), "model"),
+]
+
+
+@pytest.mark.parametrize(("rule", "draft"), RELAXED, ids=str)
+def test_relaxed_rules_emit_their_own_exact_law(rule: Rule, draft: str) -> None:
+    """And the meter lies within 3 standard errors of the enumerated total variation (a false alarm of 0.3 % a case)."""
+    runs = RUNS // 2
     engine = Engine(VERIFIER, draft=DRAFTS[draft][0], rule=rule, num_draft_tokens=M, max_length=64)
-    law = enumerate_law(rule, DRAFTS[draft][1])
-    paid = (law - verifier_law()).abs().sum() / 2
-    assert paid > 0.005  # else the test could not tell it from the verifier's law
-    counts, _ = draw(engine, RUNS // 2)
+    law, paid = enumerate_law(rule, DRAFTS[draft][1])
+    # Else the test could not tell it from the verifier's law. A good draft makes the self-draft's case a mild one.
+    assert (law - verifier_law()).abs().sum() / 2 > (0.001 if draft == "self-int8" else 0.005)
+    counts, _, gains = draw(engine, runs)
     for seen, expected in zip(views(counts), views(law / law.sum()), strict=True):
         assert_law(seen, expected, 1e-7)
+    if rule.gain_is_variation:
+        assert abs(gains.mean() - paid) <= 3 * gains.std() / runs**0.5
+    else:
+        assert engine.generate(PROMPT, max_new_tokens=3, seed=1).stats.total_variation is None
 
 
 def test_plain_decoding_emits_the_verifiers_law() -> None:
-    counts, _ = draw(Engine(VERIFIER, max_length=64), RUNS // 2)
+    counts, _, _ = draw(Engine(VERIFIER, max_length=64), RUNS // 2)
     for seen, expected in zip(views(counts), views(verifier_law()), strict=True):
         assert_law(seen, expected, 1e-7)
 
@@ -164,7 +185,7 @@ def test_shared_noise_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant the classic fault, acceptance tested with the draft's own noise: the same test must reject it."""
     monkeypatch.setattr(philox, "ACCEPT", philox.DRAFT)
     engine = Engine(VERIFIER, draft=MODEL, num_draft_tokens=M, max_length=64)
-    counts, _ = draw(engine)
+    counts, _, _ = draw(engine)
     tails = [
         float(chi2.sf(*chi_square(seen.double(), expected)))
         for seen, expected in zip(views(counts), views(verifier_law()), strict=True)
