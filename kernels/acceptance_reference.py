@@ -1,7 +1,9 @@
 """Float64 oracle of every acceptance rule, written from the definitions and used by tests only."""
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 
 from fused_spec.rules import (
@@ -80,24 +82,27 @@ def _largest_root(q: float, delta: float) -> float:
 
 def _mentored(p: torch.Tensor, q: torch.Tensor, kl: float) -> torch.Tensor:
     """Two nested bisections over the bounds of p / q: `a` as small as the budget allows, `b` so that pi sums to 1."""
+    p_row, q_row = p.numpy(), q.numpy()
+    support = q_row > 0
 
-    def pi_for(high: float) -> torch.Tensor:
+    def pi_for(high: float) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The law whose upper bound is high = 1/a."""
         low, one = 0.0, 1.0
-        for _ in range(100):
+        for _ in range(60):
             middle = (low + one) / 2
-            total = torch.minimum(torch.maximum(p, middle * q), high * q).sum()
-            low, one = (middle, one) if total <= 1 else (low, middle)
-        return torch.minimum(torch.maximum(p, low * q), high * q)
+            fits = np.minimum(np.maximum(p_row, middle * q_row), high * q_row).sum() <= 1
+            low, one = (middle, one) if fits else (low, middle)
+        pi: np.ndarray[Any, np.dtype[np.float64]] = np.minimum(np.maximum(p_row, low * q_row), high * q_row)
+        return pi
 
-    def divergence(pi: torch.Tensor) -> float:
-        support = q > 0
-        return (q[support] * (q[support] / pi[support]).log()).sum().item()
+    def affordable(log_high: float) -> bool:
+        pi = pi_for(math.exp(log_high))[support]
+        return bool((pi > 0).all() and (q_row[support] * np.log(q_row[support] / pi)).sum() <= kl)
 
     log_low, log_high = 0.0, 60.0
-    if divergence(pi_for(math.exp(log_high))) <= kl:
-        return pi_for(math.exp(log_high))
-    for _ in range(100):
+    if affordable(log_high):
+        return torch.from_numpy(pi_for(math.exp(log_high)))
+    for _ in range(60):
         middle = (log_low + log_high) / 2
-        log_low, log_high = (middle, log_high) if divergence(pi_for(math.exp(middle))) <= kl else (log_low, middle)
-    return pi_for(math.exp(log_low))
+        log_low, log_high = (middle, log_high) if affordable(middle) else (log_low, middle)
+    return torch.from_numpy(pi_for(math.exp(log_low)))

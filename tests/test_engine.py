@@ -129,7 +129,7 @@ def test_a_later_generation_ends_an_earlier_one() -> None:
 
 
 def test_the_rule_may_be_replaced_between_texts() -> None:
-    engine = cycle_engine("model", rule=Cactus(0.3))
+    engine = cycle_engine("model", rule=Cactus(0.2))
     relaxed = engine.generate(PROMPT, **OPTIONS)
     assert relaxed.stats.total_variation is not None
     assert relaxed.stats.total_variation > 0

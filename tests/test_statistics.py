@@ -30,6 +30,7 @@ def test_no_rounds() -> None:
         "decode_seconds": 0.0,
         "tokens_per_round": None,
         "acceptance_length": None,
+        "gain_is_variation": True,
         "total_variation": None,
         "total_variation_error": None,
         "total_variation_per_draft": None,
