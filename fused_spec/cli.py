@@ -20,12 +20,15 @@ from fused_spec.options import DTYPES, NAMED_DRAFTS
 from fused_spec.rules import RULES, SpeculativeSampling, parse_rule
 
 ENGINE_FLAGS: dict[str, dict[str, Any]] = {
-    "draft": {"metavar": "MODEL", "help": f"where drafts come from: a model, {' or '.join(NAMED_DRAFTS)}; none: plain"},
+    "draft": {
+        "metavar": "MODEL",
+        "help": f"where drafts come from: a model, {' or '.join(NAMED_DRAFTS)}; left out: plain decoding",
+    },
     "rule": {"metavar": "RULE", "help": f"acceptance rule: {', '.join(RULES)}, as in cactus:delta=0.25,solver=exact"},
     "num_draft_tokens": {"type": int, "metavar": "M", "help": "drafts per round, 1 to 64"},
     "max_length": {"type": int, "metavar": "N", "help": "most tokens of prompt and text together"},
-    "dtype": {"metavar": "DTYPE", "help": f"{', '.join(DTYPES)}; none: bfloat16"},
-    "device": {"metavar": "DEVICE", "help": "cpu, cuda or cuda:N; none: cuda where there is one"},
+    "dtype": {"metavar": "DTYPE", "help": f"{', '.join(DTYPES)}; left out: bfloat16"},
+    "device": {"metavar": "DEVICE", "help": "cpu, cuda or cuda:N; left out: cuda where there is one"},
     "attention": {"metavar": "NAME", "help": "auto or sdpa"},
 }
 SAMPLING_FLAGS: dict[str, dict[str, Any]] = {
@@ -38,7 +41,7 @@ SAMPLING_FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "P",
         "help": "keep tokens at least P times as likely as the likeliest; 0 is off",
     },
-    "seed": {"type": int, "metavar": "S", "help": "for the same text again; none: a fresh one, reported"},
+    "seed": {"type": int, "metavar": "S", "help": "for the same text again; left out: a fresh one, reported"},
     "stop": {"action": "append", "metavar": "TEXT", "help": "end before this text; may be repeated"},
     "ignore_eos": {"action": "store_true", "help": "go on behind EOS tokens"},
     "logprobs": {"action": "store_true", "help": "report log-probabilities (with --json)"},

@@ -44,7 +44,7 @@ class Engine:
     Attributes:
         target: the verifier.
         tokenizer: None for a checkpoint that has none; prompts are token ids then, and `text` stays empty.
-        rule: the acceptance rule; may be replaced between generations.
+        rule: the acceptance rule; a new one counts from the next call of `stream` or `generate`.
         drafter, cache, state: the buffers of the sequence being decoded.
         eos_token_ids: tokens that end a text.
         max_length: most tokens of prompt and text together.
@@ -78,7 +78,7 @@ class Engine:
         """
         rule = SpeculativeSampling() if rule is None else rule
         check_engine_options(rule, num_draft_tokens, max_length, attention)
-        if isinstance(draft, str) and draft not in NAMED_DRAFTS:
+        if draft is not None and not isinstance(draft, Transformer) and draft not in NAMED_DRAFTS:
             raise unknown_draft(draft)
         for model, name in ((target, "target"), (draft, "draft")):
             if isinstance(model, Transformer) and max_length > model.config.max_position_embeddings:
@@ -191,9 +191,11 @@ class Engine:
             raise InvalidInput("stop strings need a tokenizer, and this checkpoint has none")
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise InvalidInput(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+        if not isinstance(self.rule, Rule):
+            raise InvalidInput(f"rule must be an acceptance rule such as SpeculativeSampling(), got {self.rule!r}")
         for name, value in {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InvalidInput(f"{name} must be a number, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+                raise InvalidInput(f"{name} must be {'an integer' if name == 'top_k' else 'a number'}, got {value!r}")
         check_processing(temperature, top_k, top_p, min_p)
         if temperature > 0 and (top_k, top_p, min_p) == (0, 1, 0):
             self._warn_of_the_tail()

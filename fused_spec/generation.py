@@ -86,6 +86,7 @@ class Generation(Iterator[Chunk]):
             logprobs=[] if request.logprobs else None,
         )
         self._engine = engine
+        self._rule = engine.rule
         self._request = request
         self._text = TextStream(engine.tokenizer, request.stop)
         self._started = False
@@ -133,7 +134,7 @@ class Generation(Iterator[Chunk]):
             engine.target,
             engine.cache,
             engine.drafter,
-            engine.rule,
+            self._rule,
             request.sampling,
             with_logprobs=request.logprobs,
             ignore_stop_ids=request.ignore_eos,

@@ -50,6 +50,9 @@ class Rule:
         return type(self)(**values)
 
 
+_LARGEST = 1e30  # of any parameter: sums and products of a few stay finite
+
+
 def _same(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
@@ -63,7 +66,7 @@ def _check(rule: Rule, parameter: str, low: float, high: float = math.inf, *, op
     if isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point():
         numbers = value.tolist()
     for number in numbers:
-        legal = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+        legal = isinstance(number, int | float) and not isinstance(number, bool) and abs(number) <= _LARGEST
         if not legal or not low <= number <= high or (open_low and number == low):
             opening = "(" if open_low or low == -math.inf else "["
             interval = f"{opening}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"

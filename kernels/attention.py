@@ -38,17 +38,17 @@ class Span(NamedTuple):
 
 
 def span(positions: torch.Tensor) -> Span:
-    """The span of a block at consecutive positions [W] (host memory)."""
+    """The span of a block at consecutive positions [W]; reads the first of them on the host."""
     first, width = int(positions[0]), positions.numel()
     valid = first + width
     if width == 1:
         return Span(valid, valid, None, False)
     if width <= _NARROW:
         end = -(-valid // STRIDE) * STRIDE
-        return Span(valid, end, torch.arange(end) <= positions[:, None], False)
+        return Span(valid, end, torch.arange(end, device=positions.device) <= positions[:, None], False)
     if first == 0:
         return Span(valid, valid, None, True)
-    return Span(valid, valid, torch.arange(valid) <= positions[:, None], False)
+    return Span(valid, valid, torch.arange(valid, device=positions.device) <= positions[:, None], False)
 
 
 def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, where: Span) -> torch.Tensor:

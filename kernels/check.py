@@ -1,6 +1,5 @@
 """Argument checks shared by the public operations: one line, what came and what is allowed."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -8,8 +7,8 @@ import torch
 from fused_spec.errors import InvalidInput
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_TEMPERATURE = 1e-3
-"""Below this, logits / temperature leaves float32 too little room; 0 is exactly greedy."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e30
+"""Beyond these, logits / temperature leaves float32 too little room; 0 is exactly greedy."""
 
 Scalar = float | torch.Tensor
 """A number shared by the batch, or a tensor [B] with one value per request."""
@@ -40,11 +39,24 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: 
         raise InvalidInput(f"{name}: expected {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
+def check_out(out: object, expected: object) -> None:
+    """Raise unless every tensor of an `out=` has the shape and dtype of the expected dataclass of tensors."""
+    if type(out) is not type(expected):
+        raise InvalidInput(f"out: expected a {type(expected).__name__}, got {type(out).__name__}")
+    for name, tensor in vars(expected).items():
+        check_tensor(f"out {name}", getattr(out, name), tensor.shape, (tensor.dtype,))
+
+
 def per_request(name: str, value: Scalar, batch: int, *, integer: bool = False) -> list[float]:
     """The values of a scalar or tensor [B] argument as a list of B Python numbers."""
     kind = "an integer" if integer else "a number"
     if isinstance(value, torch.Tensor):
-        if tuple(value.shape) != (batch,) or value.dtype == torch.bool or (integer and value.is_floating_point()):
+        if (
+            tuple(value.shape) != (batch,)
+            or value.dtype == torch.bool
+            or value.is_complex()
+            or (integer and value.is_floating_point())
+        ):
             shown = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
             raise InvalidInput(f"{name}: expected {kind} or a tensor of them of shape ({batch},), got {shown}")
         return list(value.tolist())
@@ -68,9 +80,9 @@ def seeds_and_positions(seed: int | torch.Tensor, position: int | torch.Tensor, 
 
 def check_processing(temperature: float, top_k: float, top_p: float, min_p: float) -> None:
     """Raise unless the processing parameters of one request are legal."""
-    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
         raise InvalidInput(f"temperature must be 0 (greedy) or a finite number >= {MIN_TEMPERATURE}, got {temperature}")
-    if top_k != int(top_k) or top_k < 0:
+    if not isinstance(top_k, int) or top_k < 0:
         raise InvalidInput(f"top_k must be an integer >= 0 (0 keeps every token), got {top_k}")
     if not 0 < top_p <= 1:
         raise InvalidInput(f"top_p must be in (0, 1] (1 keeps every token), got {top_p}")

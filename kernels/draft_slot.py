@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_spec.kernels.error_bits import DRAFT_IMPOSSIBLE, DRAFT_OUT_OF_RANGE, NAN_DRAFT
+from fused_spec.kernels.error_bits import DRAFT_IMPOSSIBLE, DRAFT_OUT_OF_RANGE, EMPTY_SUPPORT, NAN_DRAFT
 from fused_spec.kernels.row_law import Processing, RowLaw, padded_size, row_law
 
 
@@ -18,7 +18,7 @@ class DraftSlot:
         vocab_size: V of the verifier; the draft's own may be larger or smaller.
         logits: [Vd], or None for a deterministic drafter, whose p is one-hot at the token.
         processing: what the draft was drawn with.
-        log_prob, cutoff: from `draft_stats`, if given.
+        log_prob, cutoff, lse: from `draft_stats`, if given.
         p_n: probability of the token, 0 where it must be rejected. error: why, as bits.
         highest: largest probability of p. lost: mass of p on ids that the verifier does not know; both known
             once `row` was called.
@@ -30,6 +30,7 @@ class DraftSlot:
     processing: Processing
     log_prob: float | None = None
     cutoff: float | None = None
+    lse: float | None = None
     p_n: float = 0.0
     error: int = 0
     highest: float = 1.0
@@ -43,11 +44,11 @@ class DraftSlot:
         elif self.logits is None:
             self.p_n = 1.0
         elif self.log_prob is not None:
-            if self.log_prob < math.inf:
+            if self.log_prob <= 1e-3:  # above 0 by rounding at most
                 self.p_n = math.exp(self.log_prob)
                 self.error = 0 if self.p_n > 0 else DRAFT_IMPOSSIBLE
-            else:  # NaN: the statistics of a faulty row
-                self.error = NAN_DRAFT
+            else:  # the statistics of a faulty row, or none at all
+                self.error = EMPTY_SUPPORT if self.lse == -math.inf else NAN_DRAFT
         else:
             self.law = row_law(self.logits, self.processing)
             self.p_n = math.exp(self.law.log_prob(self.token))
@@ -84,6 +85,6 @@ class DraftSlot:
             z.div_(self.processing.temperature)
         cut = z < self.cutoff
         drafted = z[self.token].item()
-        self.highest = math.exp((z.max().item() - drafted) + self.log_prob)
+        self.highest = math.exp(min(0.0, (z.max().item() - drafted) + self.log_prob))
         z.sub_(drafted).add_(self.log_prob).exp_()
         return z.masked_fill_(cut, 0.0)

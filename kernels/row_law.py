@@ -56,7 +56,7 @@ class RowLaw:
 
     @property
     def lse(self) -> float:
-        """log(sum exp z) over the kept tokens."""
+        """log(sum exp z) over the kept tokens: -inf of an empty row, NaN or inf of one that holds such."""
         return self.peak + math.log(self.total)
 
     def allows(self, token: int) -> bool:
@@ -107,7 +107,8 @@ class RowLaw:
         z = self.scaled[token].item()
         if z < self.cutoff or z == -math.inf:
             return -math.inf
-        return float(np.float32((z - self.peak) - math.log(self.total)))
+        value = (z - self.peak) - math.log(self.total)
+        return float(np.float32(value)) if value > -1e30 else -math.inf
 
 
 def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor | None = None) -> RowLaw:
@@ -131,7 +132,7 @@ def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor 
         row.div_(processing.temperature)
     peak = row.max().item()
     if not math.isfinite(peak):
-        return _faulty(row, peak)
+        return _faulty(row, peak, allowed)
     lowest = cutoff(row, peak, processing.top_k, processing.top_p, processing.min_p)
     weights = (scaled - peak).exp_()
     if lowest > -math.inf:
@@ -144,15 +145,15 @@ def _greedy(row: torch.Tensor, allowed: torch.Tensor | None) -> RowLaw:
     token = int(row.argmax())
     peak = row[token].item()
     if not math.isfinite(peak):
-        return _faulty(row, peak)
+        return _faulty(row, peak, allowed)
     return RowLaw(row.numel(), None, None, 1.0, peak, peak, token, 0, allowed)
 
 
-def _faulty(row: torch.Tensor, peak: float) -> RowLaw:
+def _faulty(row: torch.Tensor, peak: float, allowed: torch.Tensor | None) -> RowLaw:
     """The row has no law: report why, and an id that is legal at least."""
-    lowest_allowed = int((row != -math.inf).int().argmax())
+    lowest_allowed = 0 if allowed is None else int(unpack_mask(allowed, row.numel()).int().argmax())
     fault = EMPTY if peak == -math.inf else NOT_A_NUMBER
-    return RowLaw(row.numel(), None, None, 1.0, peak, -math.inf, lowest_allowed, fault)
+    return RowLaw(row.numel(), None, None, 1.0, peak, -math.inf, lowest_allowed, fault, allowed)
 
 
 def padded_size(vocab_size: int) -> int:

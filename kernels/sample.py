@@ -15,6 +15,7 @@ from fused_spec.kernels.check import (
     Scalar,
     check_backend,
     check_logits,
+    check_out,
     check_processing,
     check_tensor,
     per_request,
@@ -33,7 +34,7 @@ class Sample:
     Attributes:
         token_ids: [B] int64.
         logprob: [B] float32, natural log of the token's probability; NaN on a faulty row.
-        lse: [B] float32, log-sum-exp of the kept logits / T. T = 0: the largest logit.
+        lse: [B] float32, log-sum-exp of the kept logits / T, -inf without any. T = 0: the largest logit.
         cutoff: [B] float32, smallest kept logit / T, -inf if nothing is cut. T = 0: the largest logit.
         error: [B] int32 bits: 1 NaN or +inf in the row, 4 no token has weight. Such a row yields its lowest allowed id.
     """
@@ -109,7 +110,7 @@ def sample(
     check_backend(backend)
     check_logits("logits", logits, "[B, V]")
     batch, vocab_size = logits.shape
-    if stream not in STREAMS:
+    if not isinstance(stream, str) or stream not in STREAMS:
         raise InvalidInput(f"stream must be one of {', '.join(map(repr, STREAMS))}, got {stream!r}")
     if allowed is not None:
         check_tensor("allowed", allowed, (batch, -(-vocab_size // 32)), (torch.int32,))
@@ -118,13 +119,13 @@ def sample(
     if out is None:
         out = Sample.empty(batch, logits.device)
     else:
-        check_tensor("out token_ids", out.token_ids, (batch,), (torch.int64,))
+        check_out(out, Sample.empty(batch, "meta"))
     for b, (processing, (s, at)) in enumerate(zip(requests, keys, strict=True)):
         law = row_law(logits[b], processing, None if allowed is None else allowed[b])
         token = draw(law, sampling_uniform(s, at, STREAMS[stream]))
         out.token_ids[b] = token
         out.logprob[b] = law.log_prob(token) if not law.fault else math.nan
-        out.lse[b] = law.lse if not law.fault else math.nan
+        out.lse[b] = law.lse
         out.cutoff[b] = law.cutoff
         out.error[b] = law.error_bit(NAN_TARGET)
     return out

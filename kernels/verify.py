@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_spec.errors import InvalidInput
-from fused_spec.kernels.check import Scalar, check_backend, check_logits, check_tensor, seeds_and_positions
+from fused_spec.kernels.check import Scalar, check_backend, check_logits, check_out, check_tensor, seeds_and_positions
 from fused_spec.kernels.sample import processing_per_request
 from fused_spec.kernels.verify_request import Request
 from fused_spec.rules import Rule
@@ -88,7 +88,7 @@ def verify(
         position: int or int64 tensor [B], index of the token that the first draft would become.
         temperature, top_k, top_p, min_p: as in `sample`, numbers or tensors [B].
         allowed: int32 bitmask [B, m+1, ceil(V/32)] for the target rows, bit i of word w for id 32 w + i. Drafts drawn
-            under a mask need `draft_stats`, or draft_logits that have it applied.
+            under a mask need draft_logits that have it applied.
         draft_temperature, draft_top_k, draft_top_p, draft_min_p: what drafts were drawn with; None is as the target.
         draft_stats: (lse, cutoff, logprob), each [B, m] float32, from `sample`; None computes them from draft_logits.
         uniforms: [B, m] float32 in [0, 1), used as the acceptance draws instead of Philox.
@@ -118,7 +118,7 @@ def verify(
     if out is None:
         out = Verification.empty(batch, num_drafts, target_logits.device)
     else:
-        check_tensor("out token_ids", out.token_ids, (batch, num_drafts + 1), (torch.int64,))
+        check_out(out, Verification.empty(batch, num_drafts, "meta"))
     for b, key in enumerate(keys):
         outcome = Request(
             target_logits=target_logits[b],
@@ -131,6 +131,7 @@ def verify(
             allowed=None if allowed is None else allowed[b],
             log_probs=None if draft_stats is None else draft_stats[2][b].tolist(),
             cutoffs=None if draft_stats is None else draft_stats[1][b].tolist(),
+            lses=None if draft_stats is None else draft_stats[0][b].tolist(),
             uniforms=None if uniforms is None else uniforms[b].tolist(),
         ).run()
         out.token_ids[b] = torch.tensor(outcome.token_ids)
@@ -161,7 +162,7 @@ def _check_shapes(
     if allowed is not None:
         check_tensor("allowed", allowed, (batch, rows, -(-vocab_size // 32)), (torch.int32,))
     if draft_stats is not None:
-        if draft_logits is None or len(draft_stats) != 3:
+        if draft_logits is None or not isinstance(draft_stats, tuple) or len(draft_stats) != 3:
             raise InvalidInput("draft_stats: expected (lse, cutoff, logprob) together with draft_logits")
         for name, tensor in zip(("lse", "cutoff", "logprob"), draft_stats, strict=True):
             check_tensor(f"draft_stats {name}", tensor, (batch, num_drafts), (torch.float32,))

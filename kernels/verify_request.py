@@ -52,6 +52,7 @@ class Request:
     allowed: torch.Tensor | None  # [m+1, ceil(V/32)]
     log_probs: list[float] | None
     cutoffs: list[float] | None
+    lses: list[float] | None
     uniforms: list[float] | None
     error: int = 0
 
@@ -93,6 +94,7 @@ class Request:
             processing=self.draft,
             log_prob=None if self.log_probs is None else self.log_probs[slot],
             cutoff=None if self.cutoffs is None else self.cutoffs[slot],
+            lse=None if self.lses is None else self.lses[slot],
         )
         self.error |= draft.error
         return draft

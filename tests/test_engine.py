@@ -8,7 +8,15 @@ import pytest
 import torch
 from cycles import DRAFTERS, PROMPT, VOCAB, ascii_tokenizer, cycle_engine, cycle_model
 
-from fused_spec import Cactus, Engine, GenerationError, GenerationOutput, InvalidInput, SpeculativeSampling
+from fused_spec import (
+    Cactus,
+    CascadeToken,
+    Engine,
+    GenerationError,
+    GenerationOutput,
+    InvalidInput,
+    SpeculativeSampling,
+)
 from fused_spec.drafters import ModelDrafter
 from fused_spec.models.linear import DenseLinear
 from fused_spec.models.transformer import Transformer
@@ -139,6 +147,26 @@ def test_the_rule_may_be_replaced_between_texts() -> None:
     assert result(exact) == result(cycle_engine("model").generate(PROMPT, **OPTIONS))
 
 
+def test_a_rule_set_while_a_text_is_running_waits_for_the_next_one() -> None:
+    engine = cycle_engine("model")
+    generation = engine.stream(PROMPT, **OPTIONS)
+    next(generation)
+    engine.rule = CascadeToken(0.5)
+    for _ in generation:
+        pass
+    assert generation.output.stats.total_variation == 0
+    assert engine.generate(PROMPT, **OPTIONS).stats.total_variation is None
+    engine.rule = "cactus"  # type: ignore[assignment]
+    with pytest.raises(InvalidInput, match="rule must be an acceptance rule"):
+        engine.stream(PROMPT)
+
+
+@pytest.mark.parametrize("top_k", [2.0, float("inf"), float("nan"), "2", True])
+def test_a_bad_top_k_is_refused_before_anything_starts(top_k: Any) -> None:
+    with pytest.raises(InvalidInput, match="top_k must be an integer"):
+        cycle_engine("none").stream(PROMPT, top_k=top_k)
+
+
 def test_prompts_of_every_kind() -> None:
     engine = cycle_engine("none")
     ids = engine.generate(ascii_tokenizer().encode("-./012"), temperature=0, max_new_tokens=3)
@@ -207,7 +235,7 @@ def test_nan_of_the_draft_is_an_error_that_names_it() -> None:
         ({"temperature": "1"}, "temperature must be a number, got '1'"),
         ({"temperature": True}, "temperature must be a number, got True"),
         ({"top_k": -1}, "top_k must be an integer >= 0 .* got -1"),
-        ({"top_k": 1.5}, "top_k must be an integer >= 0 .* got 1.5"),
+        ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
         ({"top_p": 0}, r"top_p must be in \(0, 1\] .* got 0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\] .* got 1.5"),
         ({"top_p": math.nan}, r"top_p must be in \(0, 1\] .* got nan"),

@@ -191,6 +191,7 @@ def test_residual_mass_at_full_vocabulary() -> None:
         allowed=None,
         log_probs=log_probs[0].tolist(),
         cutoffs=cutoffs[0].tolist(),
+        lses=None,
         uniforms=None,
     )
     law = row_law(target, processing)

@@ -117,3 +117,50 @@ def test_zero_residual_samples_from_q() -> None:
     one_hot = torch.tensor([[[0.0, -math.inf]]])  # h = p = one-hot, but the draft is the other token
     out = run(torch.tensor([[[0.0, -math.inf]] * 2]), [[1]], one_hot)
     assert (out.error.item(), out.token_ids[0, 0].item()) == (16 | 32, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_support_yields_its_lowest_allowed_id(temperature: float) -> None:
+    rows = torch.zeros(2, 1, 40)
+    rows[0, 0, 5], rows[1, 0, 7] = -math.inf, math.nan
+    mask = torch.tensor([[[1 << 5, 0]], [[0b11 << 6, 0]]], dtype=torch.int32)
+    out = run(rows, torch.empty(2, 0, dtype=torch.int64), allowed=mask, temperature=temperature)
+    assert (out.token_ids[:, 0].tolist(), out.error.tolist()) == ([5, 6], [4, 1])
+
+
+def test_statistics_of_faulty_draft_rows_give_the_same_bits() -> None:
+    target = torch.randn(3, 2, 40)
+    draft = torch.randn(3, 1, 40)
+    draft[0], draft[1, 0, 3] = -math.inf, math.nan
+    s = fs.sample(draft[:, 0], seed=1, position=10)
+    stats = (s.lse[:, None], s.cutoff[:, None], s.logprob[:, None])
+    for options in ({}, {"draft_stats": stats}):
+        assert run(target, s.token_ids[:, None], draft, **options).error.tolist() == [4, 2, 0]
+
+
+def test_statistics_that_are_no_probability_are_rejected() -> None:
+    stats = (torch.zeros(1, 1), torch.full((1, 1), -math.inf), torch.full((1, 1), 1000.0))
+    out = run(torch.randn(1, 2, 40), [[3]], torch.randn(1, 1, 40), draft_stats=stats)
+    assert (out.num_accepted.item(), out.error.item()) == (0, 2)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_soft_mask_and_extreme_logits(rule: Rule) -> None:
+    """Finite logits of any size: no overflow, no warning, no id that has no weight."""
+    target = torch.tensor([[[0.0, -2.0, 5.0, -1e30], [3.4e38, -3.4e38, 0.0, 0.0]]])
+    draft = torch.tensor([[[600.0, 0.0, -1e30, 3.0]]])
+    for token in range(4):
+        for temperature in (0.001, 0.7, 1e30):
+            out = run(target, [[token]], draft, rule=rule, temperature=temperature)
+            assert 0 <= out.token_ids[0, 0] < 4
+            assert 0 <= out.accept_prob.item() <= 1
+
+
+def test_out_is_checked_whole() -> None:
+    target = torch.zeros(2, 2, 8)
+    for name, wrong in (("num_accepted", torch.zeros(3)), ("tv_gain", torch.zeros(2, 1, dtype=torch.int64))):
+        fields = vars(fs.Verification.empty(2, 1)) | {name: wrong}
+        with pytest.raises(fs.InvalidInput, match=f"out {name}: expected"):
+            run(target, [[1], [2]], out=fs.Verification(**fields))
+    with pytest.raises(fs.InvalidInput, match="out: expected a Verification, got dict"):
+        run(target, [[1], [2]], out={})
