@@ -35,7 +35,8 @@ class Rule:
         )
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        values = (getattr(self, f.name) for f in fields(self))  # 2 and 2.0 are equal, and so are their hashes
+        return hash((type(self), *(tuple(v.tolist()) if isinstance(v, torch.Tensor) else v for v in values)))
 
     def at(self, index: int, batch: int) -> "Rule":
         """The rule of one request: tensor parameters [B] replaced by their value at `index`."""
