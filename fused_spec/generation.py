@@ -88,7 +88,7 @@ class Generation(Iterator[Chunk]):
         self._engine = engine
         self._rule = engine.rule
         self._request = request
-        self._text = TextStream(engine.tokenizer, request.stop)
+        self._text = TextStream(engine.tokenizer, request.stop, before=request.prompt[-1])
         self._started = False
         self._failure: GenerationError | None = None
         if request.limit <= len(request.prompt):

@@ -12,14 +12,20 @@ class TextStream:
     """Turns tokens into text that is final the moment it is given out.
 
     Text is held back while it ends in an incomplete character or in something that may become a stop string.
+    `before` is the token that comes before the text, if any: some tokenizers strip the space that starts a text, and
+    what follows a prompt does not start one.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None", stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase | None", stop: tuple[str, ...] = (), before: int | None = None
+    ) -> None:
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = stop
         self._ids: list[int] = []
-        self._shown = 0  # ids whose text was decoded completely
+        if tokenizer is not None and before is not None and not self._decode([before]).endswith(_INCOMPLETE):
+            self._ids.append(before)
+        self._shown = len(self._ids)  # ids whose text was decoded completely
         self._context = 0  # first id decoded along with new ones, so that joining spaces come out right
         self._given = 0  # characters taken from the ids after _shown, all that precede an incomplete one
         self._held = ""

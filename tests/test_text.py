@@ -188,6 +188,28 @@ def test_spaces_that_depend_on_what_came_before() -> None:
     assert follow(tokenizer, [0, 4, 1, 1], ("two two",)) == ("one ", 4)
 
 
+def test_a_text_that_follows_a_prompt_keeps_its_first_space() -> None:
+    words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "!": 2}, unk_token="!"))
+    words.decoder = decoders.Metaspace()
+    words.add_special_tokens(["<s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+
+    def text(before: int | None) -> str:
+        stream = TextStream(tokenizer, before=before)
+        return "".join(map(stream.push, [0, 1, 2])) + stream.flush()
+
+    assert text(None) == text(3) == "one two!"  # nothing before, or a special token, which begins a text of its own
+    assert text(1) == text(2) == " one two!"
+
+
+def test_half_a_character_before_the_text_is_no_context(
+    tokenizer: PreTrainedTokenizerBase, partial_ids: list[int]
+) -> None:
+    stream = TextStream(tokenizer, before=partial_ids[0])
+    ids = tokenizer("a b")["input_ids"]
+    assert "".join(map(stream.push, ids)) + stream.flush() == "a b"
+
+
 def test_without_a_tokenizer_there_is_no_text() -> None:
     stream = TextStream(None)
     assert [stream.push(3), stream.push(4), stream.flush()] == ["", "", ""]
