@@ -12,7 +12,8 @@ from fused_spec.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from fused_spec.errors import InvalidInput
 from fused_spec.generation import Generation, GenerationOutput, Request
 from fused_spec.kernels.check import check_processing
-from fused_spec.models.checkpoint import open_checkpoint
+from fused_spec.models.checkpoint import Checkpoint, open_checkpoint
+from fused_spec.models.gguf_cache import converted
 from fused_spec.models.tokenizer import check_same_tokenizer
 from fused_spec.models.transformer import Transformer
 from fused_spec.options import (
@@ -100,7 +101,7 @@ class Engine:
         if draft == "ngram":
             return NgramDrafter(m)
         if draft == "self-int8":
-            return ModelDrafter(self.target.quantized_int8(), m, capacity, verifier_cache=self.cache)
+            return ModelDrafter(self.target.quantized(8), m, capacity, verifier_cache=self.cache)
         assert isinstance(draft, Transformer)
         return ModelDrafter(draft, m, capacity)
 
@@ -137,15 +138,15 @@ class Engine:
         with open_checkpoint(target) as checkpoint:
             tokenizer = checkpoint.tokenizer()
             if draft is None or draft in NAMED_DRAFTS:
-                model = Transformer.load(checkpoint, number, place)
+                model = _load(checkpoint, number, place)
                 drafting: Transformer | str | None = None if draft is None else str(draft)
             else:
                 with open_checkpoint(draft) as draft_checkpoint:
                     draft_tokenizer = draft_checkpoint.tokenizer()
                     if tokenizer is not None and draft_tokenizer is not None:
                         check_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
-                    model = Transformer.load(checkpoint, number, place)
-                    drafting = Transformer.load(draft_checkpoint, number, place)
+                    model = _load(checkpoint, number, place)
+                    drafting = _load(draft_checkpoint, number, place)
         return cls(
             model,
             tokenizer,
@@ -258,3 +259,8 @@ class Engine:
         for _ in generation:
             pass
         return generation.output
+
+
+def _load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Transformer:
+    with converted(checkpoint, dtype) as cached:
+        return Transformer.load(cached, dtype, device)

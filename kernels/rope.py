@@ -7,28 +7,31 @@ product. Scores do not change when q and k are permuted alike. Source: Su et al.
 import torch
 
 
-def rope_table(theta: float, head_dim: int, length: int) -> torch.Tensor:
-    """Unit rotations [length, D/2] complex64 for positions 0..length-1.
+def rope_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair, [D/2] float32: the models were trained with angles of this precision."""
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
-    Angles are float32 products, as in transformers: the models were trained with those.
-    """
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+def rope_table(frequencies: torch.Tensor, length: int, amplitude: float = 1.0) -> torch.Tensor:
+    """Rotations [length, D/2] complex64 of positions 0..length-1, all of absolute value `amplitude`."""
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    return torch.polar(torch.ones_like(angles), angles)
+    return torch.polar(torch.full_like(angles, amplitude), angles)
 
 
-def rope(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+def as_pairs(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] float32 as its pairs [..., D/2] complex64: a view, so that what is written to it lands in x."""
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def rope(pairs: torch.Tensor, rotations: torch.Tensor, out: torch.Tensor) -> None:
     """Rotate heads.
 
     Args:
-        x: [W, H, D], any floating dtype.
-        rotations: [W, 1, D/2] complex64, rows of `rope_table`.
-
-    Returns:
-        [W, H, D] float32.
+        pairs: [W, ..., D/2] complex64.
+        rotations: rows of `rope_table`, [W, ..., D/2] complex64 with ones for the other dimensions.
+        out: where the result goes, of the shape of `pairs`, any strides.
     """
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotations).flatten(-2)
+    torch.mul(pairs, rotations, out=out)
 
 
 def rope_reference(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:

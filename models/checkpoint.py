@@ -1,33 +1,33 @@
 """Weights, config and tokenizer of a model: a Hugging Face folder, a GGUF file or a hub id.
 
 What the headers tell (names, shapes, dtypes, files) is checked when a checkpoint is opened, values as each tensor is
-read. Query and key projections are delivered for INTERLEAVED rotary embedding (pairs 2i, 2i+1) whichever order the
-file has: Hugging Face stores the halves of a head one after the other, llama GGUF files the pairs side by side.
+read. What belongs to queries and keys is delivered for INTERLEAVED rotary embedding (pairs 2i, 2i+1) whichever order
+the file has: Hugging Face stores the halves of a head one after the other, as do GGUF files; only those of architecture
+llama have the pairs side by side.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from fused_spec.errors import InvalidInput
 from fused_spec.models.config import ModelConfig, expected_shapes
+from fused_spec.models.rope_scaling import divided_frequencies
+from fused_spec.models.safetensors_files import PICKLE, SafetensorsFiles, contents, listed, read_json, shard_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_INTERLEAVED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias)")
-_IGNORED = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")  # recomputed from the config
-_DTYPES = ("F32", "F16", "BF16")
-_PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_ROPE_DIVISORS = "rope_freqs.weight"
+_ROTATED = re.compile(r".*\.self_attn\.[qk]_(proj|norm)\.(weight|bias)")
 _HUB_ID = re.compile(r"(?!.*\.(?:gguf|safetensors|bin|pt|pth)$)[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 
@@ -51,10 +51,11 @@ class Checkpoint:
     Attributes:
         path: the folder or the GGUF file.
         config: sizes and constants of the model.
+        source: the files.
     """
 
-    def __init__(self, path: Path, config: ModelConfig, source: _Source) -> None:
-        self.path, self.config, self._source, self._closed = path, config, source, False
+    def __init__(self, path: Path, config: ModelConfig, source: Source) -> None:
+        self.path, self.config, self.source, self._closed = path, config, source, False
         self._shapes = expected_shapes(config)
         self._check_names_and_shapes()
         if config.tie_word_embeddings and _HEAD in source.names():
@@ -64,19 +65,20 @@ class Checkpoint:
         """Hugging Face names of all tensors. A tied model has no `lm_head.weight`, even if the file stores one."""
         return list(self._shapes)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Reads one tensor: contiguous, on the CPU, in the stored dtype (float32 where the file is quantised).
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Reads one tensor: a contiguous copy on the CPU, in `dtype`.
 
-        `q_proj` and `k_proj` come in interleaved order. Raises InvalidInput for an unknown name, or for NaN or
-        infinite values.
+        None means the stored dtype, float32 where the file is quantised. What belongs to queries and keys comes in
+        interleaved order. Raises InvalidInput for an unknown name, or for values that are not finite in `dtype`.
         """
         if name not in self._shapes or self._closed:
             raise InvalidInput(f"{self.path}: {'checkpoint is closed' if self._closed else f'no tensor {name}'}")
-        weight = self._source.load(name)
+        weight = self.source.load(name, dtype)
         low, high = torch.aminmax(weight)  # one pass without a temporary; NaN shows in both
         if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise InvalidInput(f"{self._source.file_of(name)}: tensor {name} holds NaN or infinite values")
-        halves = not self._source.interleaved and _INTERLEAVED.fullmatch(name)
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise InvalidInput(f"{self.source.file_of(name)}: tensor {name} holds NaN or infinite values as {kind}")
+        halves = not self.source.interleaved and _ROTATED.fullmatch(name)
         return interleave_halves(weight, self.config.head_dim) if halves else weight
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -87,10 +89,10 @@ class Checkpoint:
         from fused_spec.models.tokenizer import check_fits, tokenizer_from_folder, tokenizer_from_gguf
 
         tokenizer: PreTrainedTokenizerBase | None
-        if self._source.fields is None:
+        if self.source.fields is None:
             tokenizer = tokenizer_from_folder(self.path)
-        elif "tokenizer.ggml.model" in self._source.fields:
-            tokenizer = tokenizer_from_gguf(self._source.fields, str(self.path))
+        elif "tokenizer.ggml.model" in self.source.fields:
+            tokenizer = tokenizer_from_gguf(self.source.fields, str(self.path))
         else:
             return None
         if tokenizer is not None:
@@ -100,7 +102,7 @@ class Checkpoint:
     def close(self) -> None:
         """Lets go of the files; tensors that were read stay valid. `tensor` is an error from here on."""
         self._closed = True
-        self._source.close()
+        self.source.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -109,25 +111,27 @@ class Checkpoint:
         self.close()
 
     def _check_names_and_shapes(self) -> None:
-        stored = [name for name in self._source.names() if not _IGNORED.fullmatch(name)]
+        # in a GGUF file it became a part of the config
+        known = set() if self.source.fields is None else {_ROPE_DIVISORS}
+        stored = [name for name in self.source.names() if name not in known]
         if missing := sorted(self._shapes.keys() - set(stored)):
-            raise InvalidInput(f"{self.path}: tensor {_listed(missing)} is missing")
+            raise InvalidInput(f"{self.path}: tensor {listed(missing)} is missing")
         tied_head = {_HEAD: self._shapes[_EMBEDDING]} if self.config.tie_word_embeddings else {}
         allowed = self._shapes | tied_head
         if extra := [name for name in stored if name not in allowed]:
-            raise InvalidInput(f"{self.path}: unexpected tensor {_listed(extra)}; this config has no such tensor")
+            raise InvalidInput(f"{self.path}: unexpected tensor {listed(extra)}; this config has no such tensor")
         for name in stored:
-            if self._source.shape(name) != allowed[name]:
+            if self.source.shape(name) != allowed[name]:
                 raise InvalidInput(
-                    f"{self._source.file_of(name)}: tensor {name} has shape {list(self._source.shape(name))}; "
+                    f"{self.source.file_of(name)}: tensor {name} has shape {list(self.source.shape(name))}; "
                     f"the config needs {list(allowed[name])}"
                 )
 
     def _check_tied_head(self) -> None:
-        head, embedding = self._source.load(_HEAD), self._source.load(_EMBEDDING)
+        head, embedding = self.source.load(_HEAD), self.source.load(_EMBEDDING)
         if head.dtype != embedding.dtype or not torch.equal(head, embedding):
             raise InvalidInput(
-                f"{self._source.file_of(_HEAD)}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}"
+                f"{self.source.file_of(_HEAD)}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}"
             )
 
 
@@ -158,7 +162,7 @@ def open_checkpoint(path_or_id: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    if path.suffix in _PICKLE:
+    if path.suffix in PICKLE:
         raise InvalidInput(f"{path}: pickle checkpoints are not read, they can run code; allowed: safetensors, GGUF")
     if path.suffix != ".gguf":
         raise InvalidInput(f"{path}: not a model; allowed: a .gguf file, or the folder that holds config.json")
@@ -169,44 +173,22 @@ def _open_file(path: Path) -> Checkpoint:
         raise InvalidInput(f"{path}: tensor token_embd.weight is missing")
     vocab_size = source.shape(_EMBEDDING)[0]
     config = ModelConfig.from_gguf(source.fields, vocab_size, _HEAD not in source.tensors, str(path))
+    if _ROPE_DIVISORS in source.tensors:  # Llama 3.1's scaling, which these files spell out
+        if config.rope_scaling is not None:
+            raise InvalidInput(f"{path}: tensor rope_freqs.weight beside rope.scaling; allowed: one of them")
+        scaling = divided_frequencies(source.load(_ROPE_DIVISORS), config.head_dim, str(path))
+        config = replace(config, rope_scaling=scaling)
     return Checkpoint(path, config, source)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    shards = _shard_files(folder)
+    shards = shard_files(folder)
     config_path, generation_path = folder / "config.json", folder / "generation_config.json"
     if not config_path.is_file():
-        raise InvalidInput(f"{folder}: config.json is missing; there is {_contents(folder)}")
-    generation = _read_json(generation_path) if generation_path.is_file() else None
-    config = ModelConfig.from_hf(_read_json(config_path), generation, str(config_path))
-    return Checkpoint(folder, config, _SafetensorsFiles(folder, shards))
-
-
-def _shard_files(folder: Path) -> dict[str, set[str]]:
-    """File names of the weights, each with the tensors that the index promises in it (empty without an index)."""
-    if (folder / "model.safetensors").is_file():
-        return {"model.safetensors": set()}
-    index_path = folder / "model.safetensors.index.json"
-    if not index_path.is_file():
-        needed = "model.safetensors or model.safetensors.index.json"
-        pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLE)
-        if pickles:
-            raise InvalidInput(
-                f"{folder / pickles[0]}: pickle checkpoints are not read, they can run code; needed: {needed}"
-            )
-        raise InvalidInput(f"{folder}: no weights: needed is {needed}; there is {_contents(folder)}")
-    weight_map = _read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InvalidInput(f"{index_path}: weight_map is missing or empty")
-    shards: dict[str, set[str]] = {}
-    for name, file in weight_map.items():
-        # a plain file name only: an index must not reach outside its folder
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise InvalidInput(f"{index_path}: weight_map[{name!r}] is {file!r}; allowed: the name of a file beside it")
-        if not (folder / file).is_file():
-            raise InvalidInput(f"{folder / file}: shard is missing; {index_path.name} names it")
-        shards.setdefault(file, set()).add(name)
-    return shards
+        raise InvalidInput(f"{folder}: config.json is missing; there is {contents(folder)}")
+    generation = read_json(generation_path) if generation_path.is_file() else None
+    config = ModelConfig.from_hf(read_json(config_path), generation, str(config_path))
+    return Checkpoint(folder, config, SafetensorsFiles(folder, shards))
 
 
 def _download(hub_id: str) -> Path:
@@ -222,85 +204,20 @@ def _download(hub_id: str) -> Path:
         raise InvalidInput(f"{hub_id}: no such folder, and it cannot be fetched from the hub: {reason[0]}") from error
 
 
-class _Source(Protocol):
-    """What GGUFFile and _SafetensorsFiles have in common.
+class Source(Protocol):
+    """The tensors of one or several files, by their Hugging Face names.
 
-    `interleaved` says in which order q and k rows are stored; `fields` is a GGUF file's metadata, None elsewhere.
+    `interleaved` says in which order the rows of queries and keys are stored; `fields` is a GGUF file's metadata, None
+    elsewhere. `load` gives a copy, in `dtype` or the stored one.
     """
 
-    interleaved: bool
-
+    @property
+    def interleaved(self) -> bool: ...
     @property
     def fields(self) -> dict[str, Any] | None: ...
 
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def file_of(self, name: str) -> str: ...
-    def load(self, name: str) -> torch.Tensor: ...
+    def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor: ...
     def close(self) -> None: ...
-
-
-class _SafetensorsFiles:
-    """Safetensors files read as one; all headers are read, and names and dtypes checked, when it is built."""
-
-    interleaved = False
-    fields: dict[str, Any] | None = None
-
-    def __init__(self, folder: Path, shards: dict[str, set[str]]) -> None:
-        self._files: dict[str, Any] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._file_of: dict[str, str] = {}
-        for file, promised in shards.items():
-            self._add(folder / file, promised)
-
-    def _add(self, path: Path, promised: set[str]) -> None:
-        try:
-            shard: Any = safe_open(path, framework="pt")
-            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (not a mapping)
-        except (SafetensorError, OSError) as error:
-            raise InvalidInput(f"{path}: truncated or corrupt safetensors file: {error}") from error
-        self._files[str(path)] = shard
-        if promised and (odd := sorted(promised ^ slices.keys())):
-            raise InvalidInput(f"{path}: its tensors are not those its index names; they differ in {_listed(odd)}")
-        for name, entry in slices.items():
-            if entry.get_dtype() not in _DTYPES and not _IGNORED.fullmatch(name):
-                dtype = entry.get_dtype()
-                raise InvalidInput(f"{path}: tensor {name!r} has dtype {dtype}; allowed: {', '.join(_DTYPES)}")
-            self._shapes[name], self._file_of[name] = tuple(entry.get_shape()), str(path)
-
-    def names(self) -> Iterable[str]:
-        return self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def file_of(self, name: str) -> str:
-        return self._file_of[name]
-
-    def load(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
-        return tensor
-
-    def close(self) -> None:
-        self._files.clear()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InvalidInput(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidInput(f"{path}: holds a JSON {type(value).__name__}; allowed: an object")
-    return value
-
-
-def _listed(names: list[str]) -> str:
-    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _contents(folder: Path) -> str:
-    names = sorted(entry.name for entry in folder.iterdir())
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"

@@ -1,7 +1,7 @@
 """Sizes and constants of a decoder-only transformer, read from a Hugging Face config or GGUF metadata.
 
-Defaults are those of transformers' `LlamaConfig` (Hugging Face) and of llama.cpp's `llama` architecture (GGUF);
-anything that would change the arithmetic and is not implemented is refused by name.
+Defaults are those of transformers' config classes (Hugging Face) and of llama.cpp (GGUF); anything that would change
+the arithmetic and is not implemented is refused by name.
 """
 
 from __future__ import annotations
@@ -9,14 +9,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fused_spec.errors import InvalidInput
+import torch
 
-# architecture -> what its `architectures` entry must say. A further architecture is one more line here, plus the
-# tensors it adds in `layer_shapes` (qwen2: qkv bias; qwen3: q/k norm).
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+from fused_spec.errors import InvalidInput
+from fused_spec.kernels.rope import rope_frequencies
+from fused_spec.models.config_reader import ConfigReader, shortened
+from fused_spec.models.rope_scaling import RopeScaling, YarnScaling, gguf_rope_scaling, hf_rope
+
+_MISTRAL_WINDOW = 4096  # what transformers assumes where a mistral config does not say
 _MAX_LAYERS = 1024
-_MAX_SIZE = 2**31 - 1
-_REQUIRED: Any = object()
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets an architecture apart, and what transformers assumes where its config.json is silent.
+
+    Attributes:
+        class_name: what `architectures` must say.
+        qkv_bias: the query, key and value projections have a bias.
+        qk_norm: each query and key head is RMS-normalised before it is rotated.
+        gguf_interleaved: its GGUF files store rotary pairs side by side; None where there are no such files.
+        kv_heads, head_dim: None stands for all heads, and for hidden size / heads.
+        context, eos: `max_position_embeddings` and `eos_token_id`.
+    """
+
+    class_name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    gguf_interleaved: bool | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    context: int = 32768
+    eos: int | None = None
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", gguf_interleaved=True, context=2048, eos=2),
+    "mistral": Family("MistralForCausalLM", kv_heads=8, context=131072, eos=2),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, gguf_interleaved=False, kv_heads=32),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, gguf_interleaved=False, kv_heads=32, head_dim=128),
+}
+"""By `model_type`. GGUF files of Mistral models call themselves llama."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +73,23 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def family(self) -> Family:
+        """The architecture's own traits."""
+        return FAMILIES[self.architecture]
+
+    @property
+    def rope_frequencies(self) -> torch.Tensor:
+        """Radians per position of each rotary pair, [D/2] float32, as scaled."""
+        plain = rope_frequencies(self.rope_theta, self.head_dim)
+        return plain if self.rope_scaling is None else self.rope_scaling.scale(plain, self.rope_theta)
+
+    @property
+    def rope_amplitude(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.amplitude
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], generation_config: dict[str, Any] | None, where: str) -> ModelConfig:
@@ -48,11 +98,18 @@ class ModelConfig:
         Understands `rope_parameters` (transformers 5) and `rope_theta`/`rope_scaling` (before). `where` names the
         file in errors. Raises InvalidInput for an unsupported architecture or feature, a missing key or a bad value.
         """
-        read = _Reader(config, where)
+        read = ConfigReader(config, where)
         architecture = _hf_architecture(config, where)
-        _refuse_hf_features(read)
+        family = FAMILIES[architecture]
+        _refuse_hf_features(read, family)
+        _refuse_sliding_windows(read, architecture)
         hidden_size, num_heads = read.size("hidden_size"), read.size("num_attention_heads")
+        # a null is not absence here: it asks for what follows from the other sizes
+        kv_heads = None if "num_key_value_heads" in config else family.kv_heads
+        head_dim = None if "head_dim" in config else family.head_dim
         vocab_size = read.size("vocab_size")
+        context = read.size("max_position_embeddings", default=family.context)
+        rope_theta, rope_scaling = hf_rope(read, context)
         return _checked(
             cls(
                 architecture=architecture,
@@ -61,13 +118,14 @@ class ModelConfig:
                 intermediate_size=read.size("intermediate_size"),
                 num_layers=read.size("num_hidden_layers", limit=_MAX_LAYERS),
                 num_heads=num_heads,
-                num_kv_heads=read.size("num_key_value_heads", default=num_heads),
-                head_dim=_head_dim(read, "head_dim", hidden_size, num_heads),
+                num_kv_heads=read.size("num_key_value_heads", default=kv_heads or num_heads),
+                head_dim=_head_dim(read, "head_dim", hidden_size, num_heads, head_dim),
                 rms_norm_eps=read.positive("rms_norm_eps", default=1e-6),
-                rope_theta=_hf_rope_theta(read),
-                max_position_embeddings=read.size("max_position_embeddings", default=2048),
+                rope_theta=rope_theta,
+                max_position_embeddings=context,
                 tie_word_embeddings=read.flag("tie_word_embeddings", default=False),
-                eos_token_ids=_hf_eos(config, generation_config, vocab_size, where),
+                eos_token_ids=_hf_eos(config, generation_config, family.eos, vocab_size, where),
+                rope_scaling=rope_scaling,
             ),
             where,
         )
@@ -80,12 +138,16 @@ class ModelConfig:
         Raises InvalidInput as `from_hf` does.
         """
         architecture = fields.get("general.architecture")
-        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-            raise InvalidInput(f"{where}: architecture {_short(architecture)} is not supported; allowed: {_allowed()}")
-        read = _Reader(fields, where, prefix=f"{architecture}.")
+        known = [name for name, family in FAMILIES.items() if family.gguf_interleaved is not None]
+        if architecture not in known:
+            raise InvalidInput(
+                f"{where}: architecture {shortened(architecture)} is not supported; allowed: {', '.join(known)}"
+            )
+        read = ConfigReader(fields, where, prefix=f"{architecture}.")
         hidden_size, num_heads = read.size("embedding_length"), read.size("attention.head_count")
         head_dim = _head_dim(read, "attention.key_length", hidden_size, num_heads)
         _refuse_gguf_features(read, head_dim)
+        context = read.size("context_length")
         return _checked(
             cls(
                 architecture=architecture,
@@ -98,9 +160,10 @@ class ModelConfig:
                 head_dim=head_dim,
                 rms_norm_eps=read.positive("attention.layer_norm_rms_epsilon"),
                 rope_theta=read.positive("rope.freq_base", default=10000.0),
-                max_position_embeddings=read.size("context_length"),
+                max_position_embeddings=context,
                 tie_word_embeddings=tied,
                 eos_token_ids=_gguf_eos(fields, vocab_size, where),
+                rope_scaling=gguf_rope_scaling(read, context),
             ),
             where,
         )
@@ -110,7 +173,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of one layer's tensors by their name after `model.layers.{i}.`."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
+    shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (q_rows, hidden),
         "self_attn.k_proj.weight": (kv_rows, hidden),
@@ -121,6 +184,13 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.family.qkv_bias:
+        shapes |= {
+            f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (q_rows, kv_rows, kv_rows), strict=True)
+        }
+    if config.family.qk_norm:
+        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    return shapes
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -134,114 +204,61 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class _Reader:
-    """Typed access to a dictionary that came out of a file; a null counts as absent, as in transformers."""
-
-    def __init__(self, values: dict[str, Any], where: str, prefix: str = "") -> None:
-        self.values, self.where, self.prefix = values, where, prefix
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(self.prefix + key)
-        if value is None and default is _REQUIRED:
-            raise InvalidInput(f"{self.where}: {self.prefix + key} is missing")
-        return default if value is None else value
-
-    def refuse(self, key: str, value: Any, allowed: str) -> InvalidInput:
-        return InvalidInput(f"{self.where}: {self.prefix + key} is {_short(value)}; allowed: {allowed}")
-
-    def size(self, key: str, default: int = _REQUIRED, limit: int = _MAX_SIZE) -> int:
-        value = self.get(key, default)
-        # bool is a subclass of int, and `true` is not a size
-        if type(value) is not int or not 1 <= value <= limit:
-            raise self.refuse(key, value, f"an integer from 1 to {limit}")
-        return value
-
-    def positive(self, key: str, default: float = _REQUIRED) -> float:
-        value = self.get(key, default)
-        # compared before any conversion: an integer beyond the range of a float would overflow in float()
-        if type(value) not in (int, float) or not 0 < value <= 1e30:
-            raise self.refuse(key, value, "a finite number above 0")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if type(value) is not bool:
-            raise self.refuse(key, value, "true or false")
-        return value
-
-    def only(self, key: str, allowed: Any) -> None:
-        """Refuses a stated value other than `allowed`; equal numbers of different type are the same."""
-        value = self.get(key, allowed)
-        if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
-            raise self.refuse(key, value, f"{allowed!r} or absent")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _allowed() -> str:
-    return ", ".join(sorted(ARCHITECTURES))
-
-
 def _hf_architecture(config: dict[str, Any], where: str) -> str:
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise InvalidInput(f"{where}: model_type {_short(model_type)} is not supported; allowed: {_allowed()}")
-    wanted = [ARCHITECTURES[model_type]]
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        allowed = ", ".join(FAMILIES)
+        raise InvalidInput(f"{where}: model_type {shortened(model_type)} is not supported; allowed: {allowed}")
+    wanted = [FAMILIES[model_type].class_name]
     if config.get("architectures", wanted) not in (wanted, None):
-        raise InvalidInput(f"{where}: architectures is {_short(config['architectures'])}; allowed: {wanted}")
+        raise InvalidInput(f"{where}: architectures is {shortened(config['architectures'])}; allowed: {wanted}")
     return model_type
 
 
-def _refuse_hf_features(read: _Reader) -> None:
+def _refuse_hf_features(read: ConfigReader, family: Family) -> None:
     read.only("hidden_act", "silu")
-    read.only("attention_bias", False)
+    if not family.qkv_bias:
+        read.only("attention_bias", False)
     read.only("mlp_bias", False)
     read.only("partial_rotary_factor", 1.0)
-    if read.get("quantization_config") is not None:
-        raise read.refuse("quantization_config", read.get("quantization_config"), "absent (unquantised weights)")
+    for key, allowed in (("quantization_config", "unquantised weights"), ("vision_config", "text models")):
+        if read.get(key) is not None:
+            raise read.refuse(key, read.get(key), f"absent ({allowed})")
+    for key in ("num_local_experts", "num_experts"):
+        if read.get(key) is not None:
+            raise read.refuse(key, read.get(key), "absent (no mixture of experts)")
 
 
-def _hf_rope_theta(read: _Reader) -> float:
-    """The rotary base; `rope_parameters` and the older `rope_scaling` may only describe plain RoPE."""
-    theta = read.positive("rope_theta", default=10000.0)
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = read.get(key, {})
-        if not isinstance(rope, dict):
-            raise read.refuse(key, rope, "an object or null")
-        rope_reader = _Reader(rope, f"{read.where}: {key}")
-        for type_key in ("rope_type", "type"):
-            if rope_reader.get(type_key, "default") not in ("default", "none"):
-                raise rope_reader.refuse(type_key, rope[type_key], "'default' (no rope scaling)")
-        rope_reader.only("partial_rotary_factor", 1.0)
-        rope_reader.only("factor", 1.0)
-        # one dictionary per layer type instead of one for all: not a Llama
-        if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-            raise read.refuse(key, nested, "one set of parameters for all layers")
-        theta = rope_reader.positive("rope_theta", default=theta)
-    return theta
+def _refuse_sliding_windows(read: ConfigReader, architecture: str) -> None:
+    """Layers that look back at a limited number of tokens are not implemented; a window that is off does not matter."""
+    layers = read.get("layer_types", [])
+    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
+        raise read.refuse("layer_types", layers, "'full_attention' for every layer")
+    if architecture in ("qwen2", "qwen3"):
+        read.only("use_sliding_window", False)
+        return
+    window = read.values.get("sliding_window", _MISTRAL_WINDOW if architecture == "mistral" else None)
+    if window is not None:
+        absent = "" if "sliding_window" in read.values else " (assumed: the key is absent)"
+        raise InvalidInput(f"{read.where}: sliding_window is {shortened(window)}{absent}; allowed: null (no window)")
 
 
-def _head_dim(read: _Reader, key: str, hidden_size: int, num_heads: int) -> int:
-    if read.get(key) is None and hidden_size % num_heads:
+def _head_dim(read: ConfigReader, key: str, hidden_size: int, num_heads: int, default: int | None = None) -> int:
+    if read.get(key, default) is None and hidden_size % num_heads:
         raise InvalidInput(
             f"{read.where}: hidden size {hidden_size} is not a multiple of {num_heads} heads and no {key} is given"
         )
-    head_dim = read.size(key, default=hidden_size // num_heads)
+    head_dim = read.size(key, default=default or hidden_size // num_heads)
     if head_dim % 2:
         raise InvalidInput(f"{read.where}: head dimension {head_dim} is odd; rotary embedding needs an even one")
     return head_dim
 
 
-def _refuse_gguf_features(read: _Reader, head_dim: int) -> None:
+def _refuse_gguf_features(read: ConfigReader, head_dim: int) -> None:
     read.only("attention.value_length", head_dim)
     read.only("rope.dimension_count", head_dim)
-    read.only("rope.scaling.type", "none")
-    # llama.cpp takes a factor without a type for linear scaling; scale_linear is its older name
-    read.only("rope.scaling.factor", 1.0)
-    read.only("rope.scale_linear", 1.0)
+    read.only("attention.sliding_window", 0)
+    read.only("attention.causal", True)
     read.only("expert_count", 0)
 
 
@@ -251,14 +268,15 @@ def _checked(config: ModelConfig, where: str) -> ModelConfig:
             f"{where}: {config.num_heads} attention heads cannot share {config.num_kv_heads} key/value heads; "
             "the first must be a multiple of the second"
         )
+    if isinstance(config.rope_scaling, YarnScaling) and config.rope_theta <= 1:
+        raise InvalidInput(f"{where}: rope_theta is {config.rope_theta}; allowed with YaRN: a number above 1")
     return config
 
 
 def _hf_eos(
-    config: dict[str, Any], generation_config: dict[str, Any] | None, vocab_size: int, where: str
+    config: dict[str, Any], generation_config: dict[str, Any] | None, default: int | None, vocab_size: int, where: str
 ) -> tuple[int, ...]:
-    # An explicit null means "no EOS"; a config that is silent has LlamaConfig's documented 2.
-    value = config.get("eos_token_id", 2)
+    value = config.get("eos_token_id", default)  # an explicit null means "no EOS"
     if generation_config is not None and generation_config.get("eos_token_id") is not None:
         value = generation_config["eos_token_id"]
     ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -274,5 +292,5 @@ def _gguf_eos(fields: dict[str, Any], vocab_size: int, where: str) -> tuple[int,
 def _token_ids(ids: list[Any], vocab_size: int, what: str) -> tuple[int, ...]:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise InvalidInput(f"{what} is {_short(token_id)}; allowed: an integer from 0 to {vocab_size - 1}")
+            raise InvalidInput(f"{what} is {shortened(token_id)}; allowed: an integer from 0 to {vocab_size - 1}")
     return tuple(dict.fromkeys(ids))

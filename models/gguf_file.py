@@ -46,10 +46,13 @@ _SCALARS = {
 }
 _MAX_ITEMS = 1 << 24  # of one metadata array; the largest vocabularies have about 2^18 entries
 _MAX_DIMS = 4
+_CHUNK = 1 << 20  # bytes of a tensor that are dequantised at a time
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
+    "attn_q_norm": "self_attn.q_norm",
     "attn_k": "self_attn.k_proj",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
@@ -91,27 +94,30 @@ class GGUFFile:
     Attributes:
         fields: metadata by key; arrays are lists.
         tensors: by Hugging Face name, in file order.
+        interleaved: query and key rows are stored for interleaved rotary embedding: architecture llama only.
 
     Raises InvalidInput for a file that is truncated or corrupt, or that holds a tensor type outside SUPPORTED_TYPES.
     """
 
     fields: dict[str, Any]
     tensors: dict[str, GGUFTensor]
-    interleaved = True  # q and k rows of architecture llama, see checkpoint.py
+    interleaved: bool
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         try:
-            if os.path.getsize(self.path) < 24:
+            self._size = os.path.getsize(self.path)
+            if self._size < 24:
                 raise InvalidInput(f"{self.path}: truncated GGUF file: shorter than its 24-byte header")
-            self._data: npt.NDArray[np.uint8] = np.memmap(self.path, dtype=np.uint8, mode="r")
+            data: npt.NDArray[np.uint8] = np.memmap(self.path, dtype=np.uint8, mode="r")
         except OSError as error:
             raise InvalidInput(f"{self.path}: cannot be read: {error.strerror or error}") from error
-        header = _Header(self._data.data, self.path)
+        header = _Header(data.data, self.path)
         num_tensors, num_fields = header.start()
         self.fields = header.fields(num_fields)
         infos = [header.tensor_info() for _ in range(num_tensors)]
         self.tensors = self._place(infos, header.offset)
+        self.interleaved = self.fields.get("general.architecture") == "llama"
 
     def names(self) -> Iterable[str]:
         """Hugging Face names of the tensors, in file order."""
@@ -125,22 +131,33 @@ class GGUFFile:
         """The file that holds a tensor, for error messages: always this one."""
         return self.path
 
-    def load(self, name: str) -> torch.Tensor:
-        """The tensor with this Hugging Face name: F32, F16 and BF16 in their own dtype, others as float32."""
+    def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor with this Hugging Face name in `dtype`; None: F32, F16 and BF16 as stored, others as float32."""
         if name not in self.tensors:
             raise InvalidInput(f"{self.path}: no tensor {name!r}")
         info = self.tensors[name]
-        raw = self._data[info.offset : info.offset + info.num_bytes]
-        if info.type in _NATIVE:
-            return torch.from_numpy(np.array(raw)).view(_NATIVE[info.type]).view(info.shape)
-        rows = math.prod(info.shape[:-1])
-        with np.errstate(over="ignore", invalid="ignore"):  # bad scales show as NaN, which the caller looks for
-            values = gguf.dequantize(np.array(raw).reshape(rows, -1), info.type)
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(info.shape)
+        out = torch.empty(info.shape, dtype=dtype or _NATIVE.get(info.type, torch.float32))
+        rows = out.view(math.prod(info.shape[:-1]), -1)
+        row_bytes = info.num_bytes // len(rows)
+        step = max(1, _CHUNK // row_bytes)  # in pieces, so that no second copy of a whole matrix is made
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            raw = self._read(info.offset + start * row_bytes, len(part) * row_bytes)
+            part.copy_(_values(raw.reshape(len(part), -1), info.type))
+        return out
 
     def close(self) -> None:
-        """Lets go of the mapping. Tensors that were loaded are copies and stay valid."""
-        self._data = np.empty(0, dtype=np.uint8)
+        """Nothing is open between two calls."""
+
+    def _read(self, offset: int, count: int) -> npt.NDArray[np.uint8]:
+        """Bytes of the file. Not through a mapping: its pages would count as memory of ours, or vanish under us."""
+        try:
+            raw = np.fromfile(self.path, dtype=np.uint8, count=count, offset=offset)
+        except OSError as error:
+            raise InvalidInput(f"{self.path}: cannot be read: {error.strerror or error}") from error
+        if len(raw) != count:
+            raise InvalidInput(f"{self.path}: truncated while it was read: {len(raw)} of {count} bytes at {offset}")
+        return raw
 
     def _place(self, infos: list[GGUFTensor], header_end: int) -> dict[str, GGUFTensor]:
         """Turns offsets into the data section into offsets into the file, and checks that every tensor lies there."""
@@ -155,15 +172,23 @@ class GGUFFile:
             if info.offset % alignment or offset < end_of_last:
                 raise InvalidInput(f"{self.path}: tensor {info.stored_name!r} is misaligned or overlaps another one")
             end_of_last = offset + info.num_bytes
-            if end_of_last > self._data.size:
+            if end_of_last > self._size:
                 raise InvalidInput(
                     f"{self.path}: truncated: tensor {info.stored_name!r} ends at byte {end_of_last}, "
-                    f"the file has {self._data.size}"
+                    f"the file has {self._size}"
                 )
             if info.name in tensors:
                 raise InvalidInput(f"{self.path}: tensor {info.stored_name!r} is there twice")
             tensors[info.name] = GGUFTensor(info.name, info.stored_name, info.type, info.shape, offset, info.num_bytes)
         return tensors
+
+
+def _values(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> torch.Tensor:
+    """Rows of stored bytes [n, row bytes] as numbers [n, columns]."""
+    if kind in _NATIVE:
+        return torch.from_numpy(raw).view(_NATIVE[kind])
+    with np.errstate(over="ignore", invalid="ignore"):  # bad scales show as NaN, which the caller looks for
+        return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(raw, kind), dtype=np.float32))
 
 
 class _Header:

@@ -1,14 +1,25 @@
 """A static key/value cache: one buffer for all layers, written at positions, rolled back by forgetting."""
 
+from typing import NamedTuple
+
 import torch
 
-from fused_spec.kernels.attention import STRIDE
-from fused_spec.kernels.rope import rope_table
+from fused_spec.kernels.attention import STRIDE, Block
+from fused_spec.kernels.rope import as_pairs, rope_table
 from fused_spec.models.config import ModelConfig
 
 
+class LayerSlots(NamedTuple):
+    """What one layer sees of the cache during a forward pass; views, not copies."""
+
+    new_keys: torch.Tensor  # [W, Hkv, D/2] complex64, rotary pairs: where the block's keys go
+    new_values: torch.Tensor  # [W, Hkv, D]
+    keys: torch.Tensor  # [1, Hkv, end, D]
+    values: torch.Tensor  # [1, Hkv, end, D]
+
+
 class KVCache:
-    """Keys and values of one sequence.
+    """Keys and values of one sequence, in float32: a CPU attends several times faster to that than to half precision.
 
     A slot is valid only if the owner says so: nothing is erased on rollback, later tokens overwrite it.
 
@@ -17,21 +28,26 @@ class KVCache:
         rotations: [capacity, D/2] complex64, the rotary embedding of every slot.
     """
 
-    def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        # On a CPU attention is several times faster in float32 than in half precision, and the cache is small there.
-        self.dtype = torch.float32 if device.type == "cpu" else dtype
+    def __init__(self, config: ModelConfig, capacity: int, device: torch.device) -> None:
         capacity = -(-capacity // STRIDE) * STRIDE
         shape = (config.num_layers, capacity, config.num_kv_heads, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=self.dtype, device=device)
-        self.values = torch.zeros(shape, dtype=self.dtype, device=device)
-        self.rotations = rope_table(config.rope_theta, config.head_dim, capacity).to(device)
+        self.keys, self.values = torch.zeros(2, *shape, dtype=torch.float32, device=device)
+        self.rotations = rope_table(config.rope_frequencies, capacity, config.rope_amplitude).to(device)
 
     @property
     def capacity(self) -> int:
         """Number of slots: what was asked for, rounded up to whole strides of the attention kernel."""
         return self.keys.shape[1]
 
-    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values [W, Hkv, D] of one layer at positions [W]."""
-        self.keys[layer].index_copy_(0, positions, keys.to(self.dtype))
-        self.values[layer].index_copy_(0, positions, values.to(self.dtype))
+    def layers(self, where: Block) -> list[LayerSlots]:
+        """The slots of a block for every layer. Stale ones that it covers become zero: a mask does not hide a NaN."""
+        for buffer in (self.keys, self.values):
+            buffer[:, where.valid : where.end].zero_()
+        new = slice(where.first, where.valid)
+        views = (
+            as_pairs(self.keys[:, new]),
+            self.values[:, new],
+            self.keys[:, None, : where.end].transpose(2, 3),
+            self.values[:, None, : where.end].transpose(2, 3),
+        )
+        return [LayerSlots(*slots) for slots in zip(*(view.unbind(0) for view in views), strict=True)]

@@ -1,8 +1,10 @@
 """Small checkpoints on disk, as folders and as GGUF files, and ways to spoil them."""
 
 import json
+import resource
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from fused_spec.errors import InvalidInput
 from fused_spec.models.checkpoint import open_checkpoint
+from fused_spec.models.config import expected_shapes
 from fused_spec.models.gguf_file import GGUFFile, hugging_face_name
 from fused_spec.models.tokenizer import tokenizer_from_gguf
 
@@ -138,3 +141,38 @@ def gguf_file(tmp_path: Path, content: bytes) -> Path:
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     return path
+
+
+@contextmanager
+def bounded_memory(more: int = 2**30) -> Iterator[None]:
+    """Lets the process grow by a gibibyte: any allocation beyond is an error, and no InvalidInput.
+
+    Not less, since the address space that threads reserve for themselves counts, too.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def outcome(path: Path) -> str:
+    """Opens a checkpoint and reads all of it: "", or the one line of InvalidInput; nothing else may be raised."""
+    try:
+        with open_checkpoint(path) as checkpoint:
+            shapes = expected_shapes(checkpoint.config)
+            assert checkpoint.names() == list(shapes)
+            for name, shape in shapes.items():
+                weight = checkpoint.tensor(name)
+                assert weight.shape == shape
+                assert weight.isfinite().all()
+            assert checkpoint.config.rope_frequencies.isfinite().all()
+            return ""
+    except InvalidInput as error:
+        message = str(error)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    assert len(message) < 400 + len(str(path))
+    return message

@@ -2,6 +2,11 @@
 
 import struct
 from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from fused_spec.models.gguf_file import GGUFFile
 
@@ -30,3 +35,27 @@ def open_bytes(tmp_path: Path, content: bytes) -> GGUFFile:
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     return GGUFFile(path)
+
+
+def random_blocks(
+    kind: GGMLQuantizationType, rows: int, blocks: int, seed: int, spread: float | None = None
+) -> np.ndarray[Any, Any]:
+    """Random bytes [rows, blocks * block_bytes] with finite scales where the type keeps float16 scales.
+
+    With `spread`, the scales are such that this is the root mean square of the values.
+    """
+    size = GGML_QUANT_SIZES[kind][1]
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+
+    def put(scale: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        stored = scale.astype(np.float16).view(np.uint8)
+        if kind == GGMLQuantizationType.Q6_K:
+            data[..., -2:] = stored
+        else:
+            data[..., 0:2] = data[..., 2:4] = stored
+        return data.reshape(rows, -1)
+
+    scale = rng.uniform(0.005, 0.02, (rows, blocks, 1))
+    out = put(scale)
+    return out if spread is None else put(scale * spread / np.sqrt(np.square(gguf.dequantize(out, kind)).mean()))

@@ -28,6 +28,7 @@ from checkpoint_files import (
 )
 from fused_spec.errors import InvalidInput
 from fused_spec.models.checkpoint import open_checkpoint
+from fused_spec.models.rope_scaling import DividedFrequencies
 from fused_spec.models.tokenizer import tokenizer_from_gguf
 
 
@@ -133,7 +134,17 @@ def test_refuses_nan_and_infinity_on_reading(tmp_path: Path, value: float, dtype
         checkpoint.tensor(Q)
         with pytest.raises(InvalidInput) as caught:
             checkpoint.tensor(K)
-    assert str(caught.value) == f"{tmp_path / 'model.safetensors'}: tensor {K} holds NaN or infinite values"
+    kind = str(dtype).removeprefix("torch.")
+    assert str(caught.value) == f"{tmp_path / 'model.safetensors'}: tensor {K} holds NaN or infinite values as {kind}"
+
+
+def test_refuses_what_is_infinite_in_the_working_dtype(folder: Path) -> None:
+    change_weights(folder, lambda weights: weights[K][3].fill_(7e4))
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.tensor(K, torch.bfloat16).dtype == torch.bfloat16
+        with pytest.raises(InvalidInput) as caught:
+            checkpoint.tensor(K, torch.float16)
+    assert str(caught.value) == f"{folder / 'model.safetensors'}: tensor {K} holds NaN or infinite values as float16"
 
 
 def test_refuses_unknown_tensor_and_reading_after_close(folder: Path) -> None:
@@ -189,8 +200,9 @@ def test_refuses_bad_shards(tmp_path: Path) -> None:
 
 def test_refuses_gguf_that_does_not_fit_its_metadata(tmp_path: Path, folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    path = gguf_file(tmp_path, gguf_bytes(weights | {"rope_freqs.weight": torch.ones(4)}))
-    assert refusal(path) == f"{path}: unexpected tensor 'rope_freqs.weight'; this config has no such tensor"
+    path = gguf_file(tmp_path, gguf_bytes(weights | {"blk.0.attn_q.bias": torch.ones(HIDDEN)}))
+    bias = Q.replace("weight", "bias")
+    assert refusal(path) == f"{path}: unexpected tensor '{bias}'; this config has no such tensor"
     gguf_file(tmp_path, gguf_bytes({name: weight for name, weight in weights.items() if name != K}))
     assert refusal(path) == f"{path}: tensor '{K}' is missing"
     gguf_file(tmp_path, gguf_bytes({name: weight for name, weight in weights.items() if "embed" not in name}))
@@ -201,6 +213,20 @@ def test_refuses_gguf_that_does_not_fit_its_metadata(tmp_path: Path, folder: Pat
     assert refusal(path) == f"{path}: llama.expert_count is 8; allowed: 0 or absent"
     gguf_file(tmp_path, gguf_bytes(weights)[:-1])
     assert refusal(path).startswith(f"{path}: truncated: tensor ")
+
+
+def test_refuses_bad_rope_freqs(tmp_path: Path, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    good = torch.tensor([1.0, 1.0, 2.0, 8.0])
+    path = gguf_file(tmp_path, gguf_bytes(weights | {"rope_freqs.weight": good}))
+    assert open_checkpoint(path).config.rope_scaling == DividedFrequencies((1.0, 1.0, 2.0, 8.0))
+    for bad in (good[:3], torch.ones(8), -good, good * 0, good / 0, good * float("nan")):
+        gguf_file(tmp_path, gguf_bytes(weights | {"rope_freqs.weight": bad}))
+        assert refusal(path) == f"{path}: tensor rope_freqs.weight must hold 4 numbers from 1e-30 to 1e+30"
+    gguf_file(tmp_path, gguf_bytes(weights | {"rope_freqs.weight": good}, {"llama.rope.scale_linear": 2}))
+    assert refusal(path) == f"{path}: tensor rope_freqs.weight beside rope.scaling; allowed: one of them"
+    change_weights(folder, lambda weights: weights.update({"rope_freqs.weight": good}))
+    assert refusal(folder) == f"{folder}: unexpected tensor 'rope_freqs.weight'; this config has no such tensor"
 
 
 def test_hub_id_offline_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

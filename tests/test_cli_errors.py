@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cycles import ascii_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from checkpoint_files import speaking_folder
+from cycles import ascii_tokenizer
 from fused_spec.cli import main
 
 RULE = "cactus: delta must be a finite number"

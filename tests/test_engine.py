@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cycles import DRAFTERS, PROMPT, VOCAB, ascii_tokenizer, cycle_engine, cycle_model
 
+from cycles import DRAFTERS, PROMPT, VOCAB, ascii_tokenizer, cycle_engine, cycle_model
 from fused_spec import (
     Cactus,
     CascadeToken,

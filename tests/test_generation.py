@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from cycles import DRAFTERS, PROMPT, ascii_tokenizer, cycle_engine
 
+from cycles import DRAFTERS, PROMPT, ascii_tokenizer, cycle_engine
 from fused_spec import Cactus, GenerationOutput
 from fused_spec.kernels.ngram import ngram_propose_reference
 from fused_spec.statistics import Statistics

@@ -2,7 +2,6 @@
 
 import struct
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -11,22 +10,9 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from fused_spec.models.gguf_file import SUPPORTED_TYPES, GGUFFile, hugging_face_name
-from gguf_bytes import field, file_bytes, open_bytes, tensor_info
+from gguf_bytes import field, file_bytes, open_bytes, random_blocks, tensor_info
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-
-
-def random_blocks(kind: GGMLQuantizationType, rows: int, blocks: int) -> np.ndarray[Any, Any]:
-    """Random bytes [rows, blocks * block_bytes] with finite scales where the type keeps float16 scales."""
-    size = GGML_QUANT_SIZES[kind][1]
-    rng = np.random.default_rng(int(kind))
-    data = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
-    scale = rng.uniform(0.005, 0.02, (rows, blocks, 1)).astype(np.float16).view(np.uint8)
-    if kind == GGMLQuantizationType.Q6_K:
-        data[..., -2:] = scale
-    else:
-        data[..., 0:2] = data[..., 2:4] = scale
-    return data.reshape(rows, -1)
 
 
 def test_every_kind_of_metadata_is_read(tmp_path: Path) -> None:
@@ -78,7 +64,7 @@ def test_every_kind_of_metadata_is_read(tmp_path: Path) -> None:
 def test_quantised_tensors_equal_gguf_dequantize(tmp_path: Path, name: str) -> None:
     kind = GGMLQuantizationType[name]
     assert kind in SUPPORTED_TYPES
-    data = random_blocks(kind, rows=6, blocks=2)
+    data = random_blocks(kind, rows=6, blocks=2, seed=int(kind))
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=kind)
     writer.add_tensor("blk.1.ffn_up.weight", data[::-1].copy(), raw_dtype=kind)

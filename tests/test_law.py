@@ -48,7 +48,7 @@ def ngram_law(context: Sequence[int], slot: int) -> torch.Tensor | None:
 
 def self_law(verifier: Transformer) -> DraftLaw:
     """Committed tokens are in the cache as the verifier computed them, the block's own as the int8 copy did."""
-    copy = verifier.quantized_int8()
+    copy = verifier.quantized(8)
 
     def law(context: Sequence[int], slot: int) -> torch.Tensor | None:
         if slot == M:

@@ -1,63 +1,93 @@
-"""RoPE, attention, log-probabilities and int8 products against oracles, within float32 rounding."""
+"""RMS norm, RoPE, attention and log-probabilities against oracles, within float32 rounding."""
 
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from fused_spec.kernels.attention import STRIDE, attention, attention_reference, span
+from fused_spec.kernels.attention import STRIDE, Block, attention, attention_reference, block
 from fused_spec.kernels.logprob import token_logprobs
-from fused_spec.kernels.rope import rope, rope_reference, rope_table
-from fused_spec.models import linear
-from fused_spec.models.linear import DenseLinear, Int8Linear
+from fused_spec.kernels.rms_norm import RMSNorm, rms_norm, rms_norm_reference
+from fused_spec.kernels.rope import as_pairs, rope, rope_frequencies, rope_reference, rope_table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rope(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_rms_norm(dtype: torch.dtype, eps: float, scale: float) -> None:
+    """A length of n terms, summed in any order, is off by n/2 roundings at most; four operations add one each."""
+    x = torch.randn(3, 5, 48) * scale
+    x[1] = 0
+    weight = torch.randn(5, 48).to(dtype)
+    exact = rms_norm_reference(x, weight, eps)
+    ours = rms_norm(x, RMSNorm.of(weight, eps))
+    assert ((ours.double() - exact).abs() <= exact.abs() * (24 + 8) * 2.0**-24).all()
+
+
+def test_rope() -> None:
     """Angles are float32 products: at position p they are off by p * 2^-24 radians at most, twice over."""
     positions = torch.tensor([0, 1, 2, 511, 4000])
-    x = torch.randn(5, 3, 64).to(dtype)
-    ours = rope(x, rope_table(10000.0, 64, 4001)[positions][:, None])
+    x = torch.randn(5, 3, 64)
+    ours = torch.empty(3, 5, 64).transpose(0, 1)  # the result may lie anywhere
+    rope(as_pairs(x), rope_table(rope_frequencies(10000.0, 64), 4001)[positions][:, None], out=as_pairs(ours))
     exact = rope_reference(x, positions, 10000.0)
     bound = (positions * 2.0**-23 + 2.0**-21)[:, None, None] * x.abs().max()
     assert ((ours.double() - exact).abs() < bound).all()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (8, 1)])
-@pytest.mark.parametrize("first", [0, 1, 37])
-@pytest.mark.parametrize("width", [1, 2, 6, 20])
+def test_rope_table_has_the_amplitude() -> None:
+    table = rope_table(rope_frequencies(10000.0, 8), 5, amplitude=1.25)
+    torch.testing.assert_close(table.abs(), torch.full((5, 4), 1.25))
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> tuple[torch.Tensor, Block]:
+    """Queries [W, H, D] over a cache [capacity, Hkv, D], as a layer does it."""
+    width, heads, dim = q.shape
+    where = block(torch.arange(first, first + width), heads, k.shape[1], dim)
+    where.queries.copy_(as_pairs(q).unflatten(1, (k.shape[1], -1)))
+    keys, values = (buffer[None, : where.end].transpose(1, 2) for buffer in (k, v))
+    return attention(where, keys, values).view(width, heads, dim), where
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (8, 1), (14, 2)])
+@pytest.mark.parametrize("first", [0, 1, 37, 300])
+@pytest.mark.parametrize("width", [1, 2, 6, 20, 128, 129, 200])
 def test_attention(heads: int, kv_heads: int, first: int, width: int) -> None:
-    """Slots behind a row's own position never matter: they hold NaN beyond the block and large values within it."""
-    positions = torch.arange(first, first + width)
-    k, v = torch.randn(2, STRIDE, kv_heads, 16)
-    k[first + width :], v[first + width :] = math.nan, math.nan
+    """Slots behind a row's own position never matter; those beyond what the block looks at may hold anything."""
+    k, v = torch.randn(2, 4 * STRIDE + 128, kv_heads, 16)
+    k[first + width :], v[first + width :] = 1e4, 1e4
     q = torch.randn(width, heads, 16)
-    ours = attention(q, k, v, span(positions))
-    exact = attention_reference(q, k, v, positions)
+    where = block(torch.arange(first, first + width), heads, kv_heads, 16)
+    k[where.end :], v[where.end :] = math.nan, math.nan
+    ours, _ = attend(q, k, v, first)
+    exact = attention_reference(q, k, v, torch.arange(first, first + width))
     # Weights sum to 1 and |v| < 6, so the error is a few float32 roundings of values below 6.
     torch.testing.assert_close(ours.double(), exact, rtol=0, atol=6 * 2.0**-20)
 
 
-@pytest.mark.parametrize("start", [20, 250, 508, 1019])
-def test_a_row_is_the_same_bits_anywhere_in_a_block(start: int) -> None:
-    """Also where blocks begin and end on either side of a stride."""
-    k, v = torch.randn(2, 3 * STRIDE, 3, 64)
-    q = torch.randn(3 * STRIDE, 9, 64)
-    expected = attention(q[start : start + 5], k.clone(), v.clone(), span(torch.arange(start, start + 5)))
-    for shift in range(-4, 5):
-        where = torch.arange(start + shift, start + shift + 5)
-        other = attention(q[where], k.clone(), v.clone(), span(where))
-        for i in range(max(0, shift), min(5, 5 + shift)):
-            assert torch.equal(other[i - shift], expected[i])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (14, 2), (16, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize("position", [3, 63, 127, 128, 300, 511, 512, 700, 1023])
+def test_a_row_is_the_same_bits_in_any_block(heads: int, kv_heads: int, position: int) -> None:
+    """Wherever in a narrow block it stands, however wide that is, and on which side of a stride the block ends."""
+    k, v = torch.randn(2, 10 * STRIDE, kv_heads, 64)
+    q = torch.randn(1100, heads, 64)
+    expected, _ = attend(q[position : position + 1], k, v, position)
+    for width in (2, 3, 5, 7, 9, 33):
+        for before in {0, 1, width // 2, width - 1}:
+            if before <= position:
+                start = position - before
+                rows, _ = attend(q[start : start + width], k, v, start)
+                assert torch.equal(rows[before], expected[0]), (width, before)
 
 
-def test_rows_of_a_block_do_not_see_later_ones() -> None:
-    q, k, v = torch.randn(4, 2, 8), torch.randn(STRIDE, 2, 8), torch.randn(STRIDE, 2, 8)
-    where = span(torch.arange(10, 14))
-    before = attention(q, k, v, where)
+@pytest.mark.parametrize("width", [4, 150])
+def test_rows_of_a_block_do_not_see_later_ones(width: int) -> None:
+    q, k, v = torch.randn(width, 2, 8), torch.randn(3 * STRIDE, 2, 8), torch.randn(3 * STRIDE, 2, 8)
+    before, _ = attend(q, k, v, 10)
     k[12:], v[12:] = 1e4, 1e4
-    assert torch.equal(attention(q, k, v, where)[:2], before[:2])
+    after, _ = attend(q, k, v, 10)
+    assert torch.equal(after[:2], before[:2])
+    assert not torch.equal(after[2:], before[2:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -69,40 +99,3 @@ def test_token_logprobs(dtype: torch.dtype) -> None:
     assert ours[2].isnan()
     for i in (0, 1, 3):
         assert ours[i].item() == pytest.approx(exact[i, ids[i]].item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("columns", [64, 48, 16, 24, 33])
-@pytest.mark.parametrize("offset", [0, 1, 8])
-def test_int8_product(
-    dtype: torch.dtype, fused: bool, columns: int, offset: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Quantisation moves a weight by half a step of max|row| / 127; both products then agree with the exact sum."""
-    if not fused:
-        monkeypatch.setattr(linear, "_has_int8_product", lambda device: False)
-    weight = torch.randn(96, columns).to(dtype)
-    weight[5] = 0
-    product = Int8Linear(weight)
-    fused = fused and columns % 16 == 0
-    assert product.fused == fused
-    restored = product.weight.double() * product.scale.double()[:, None]
-    step = weight.double().abs().amax(1, keepdim=True) / 127
-    # The scale, rounded to bfloat16, is off by 2^-9 of itself, up to 127 times.
-    assert ((restored - weight.double()).abs() <= step * (0.5 + 127 * 2.0**-8) + 1e-30).all()
-    guarded = torch.full((3 * columns + 200,), math.nan, dtype=dtype)  # unaligned, and NaN on both sides
-    x = guarded[64 + offset : 64 + offset + 3 * columns].view(3, columns)
-    x.copy_(torch.randn(3, columns))
-    exact = x.double() @ restored.T
-    # The fused product rounds x and the result to bfloat16, the other one all it does to the working dtype.
-    eps = torch.finfo(torch.bfloat16 if fused else dtype).eps
-    scale = x.double().abs() @ restored.abs().T
-    assert ((product(x).double() - exact).abs() <= 2 * eps * scale + 1e-30).all()
-    assert product.quantize_int8() is product
-
-
-def test_dense_product_and_its_copy() -> None:
-    weight = torch.randn(10, 6)
-    x = torch.randn(2, 6)
-    assert torch.equal(DenseLinear(weight)(x), F.linear(x, weight))
-    assert isinstance(DenseLinear(weight).quantize_int8(), Int8Linear)

@@ -52,7 +52,7 @@ def reference(smollm2_path: Path) -> Any:
 def engine(loaded: tuple[Transformer, Any], draft: str, m: int = 4) -> Engine:
     """An engine on loaded weights; as a second model serves the int8 copy, with a cache of its own."""
     model, tokenizer = loaded
-    drafting = {"none": None, "model": model.quantized_int8() if draft == "model" else None}.get(draft, draft)
+    drafting = {"none": None, "model": model.quantized(8) if draft == "model" else None}.get(draft, draft)
     return Engine(model, tokenizer, draft=drafting, num_draft_tokens=m, max_length=512)
 
 

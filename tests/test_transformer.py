@@ -62,4 +62,4 @@ def test_dtype_and_cache_of_the_cpu(tmp_path: Path) -> None:
     cache = model.new_cache(10)
     with torch.inference_mode():
         logits = model.forward(torch.tensor([1, 2]), torch.arange(2), cache)
-    assert (logits.dtype, cache.keys.dtype, cache.capacity) == (torch.bfloat16, torch.float32, 512)
+    assert (logits.dtype, cache.keys.dtype, cache.capacity) == (torch.bfloat16, torch.float32, 128)

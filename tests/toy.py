@@ -2,6 +2,7 @@
 
 import torch
 
+from fused_spec.kernels.rms_norm import RMSNorm
 from fused_spec.models.config import ModelConfig
 from fused_spec.models.linear import DenseLinear
 from fused_spec.models.transformer import Layer, Transformer
@@ -39,12 +40,14 @@ def toy_model(
     def weight(rows: int, columns: int, spread: float = 1.0) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * spread / columns**0.5).to(dtype)
 
+    norm = RMSNorm.of(torch.ones(hidden), config.rms_norm_eps)
     blocks = [
         Layer(
-            attention_norm=torch.ones(hidden, dtype=dtype),
+            attention_norm=norm,
             qkv=DenseLinear(weight((heads + 2 * kv_heads) * dim, hidden, 2.0)),
+            qk_norm=None,
             attention_out=DenseLinear(weight(hidden, heads * dim, 2.0)),
-            mlp_norm=torch.ones(hidden, dtype=dtype),
+            mlp_norm=norm,
             gate_up=DenseLinear(weight(2 * inner, hidden, 2.0)),
             down=DenseLinear(weight(hidden, inner, 2.0)),
         )
@@ -52,7 +55,7 @@ def toy_model(
     ]
     embedding = (torch.randn(vocab_size, hidden, generator=generator)).to(dtype)
     head = DenseLinear(weight(vocab_size, hidden, sharpness))
-    return Transformer(config, embedding, blocks, torch.ones(hidden, dtype=dtype), head)
+    return Transformer(config, embedding, blocks, norm, head)
 
 
 def next_laws(model: Transformer, tokens: list[int]) -> torch.Tensor:
