@@ -81,7 +81,8 @@ class ModelDrafter:
         self._shared = verifier_cache is not None
         self._first = torch.arange(-1 if self._shared else -2, 0, device=model.device)
         self._ids = torch.empty(1, num_tokens, dtype=torch.int64, device=model.device)
-        self._logits = torch.empty(1, num_tokens, model.config.vocab_size, dtype=model.dtype, device=model.device)
+        shape = (1, num_tokens, model.config.vocab_size)
+        self._logits = torch.empty(shape, dtype=model.logits_dtype, device=model.device)
         lse, cutoff, logprob = torch.empty(3, 1, num_tokens, dtype=torch.float32, device=model.device)
         self._stats = (lse, cutoff, logprob)
 

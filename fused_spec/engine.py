@@ -67,8 +67,8 @@ class Engine:
         Args:
             target: the verifier.
             tokenizer: its tokenizer, if it has one.
-            draft: a loaded model with the same tokenizer, "ngram" (prompt lookup), "self-int8" (the verifier's own
-                weights in int8, sharing its cache) or None (plain decoding).
+            draft: a loaded model with the same tokenizer, "ngram" (prompt lookup), "self-int8" or "self-int4" (the
+                verifier's own weights in 8 or 4 bits, sharing its cache) or None (plain decoding).
             rule: an acceptance rule; None is SpeculativeSampling(), which is lossless.
             num_draft_tokens: m, drafts per round, 1 to 64.
             max_length: most tokens of prompt and text together, at most the models' contexts.
@@ -100,8 +100,9 @@ class Engine:
             return NoDrafter(self.target.device)
         if draft == "ngram":
             return NgramDrafter(m)
-        if draft == "self-int8":
-            return ModelDrafter(self.target.quantized(8), m, capacity, verifier_cache=self.cache)
+        if isinstance(draft, str):
+            bits = {"self-int8": 8, "self-int4": 4}[draft]
+            return ModelDrafter(self.target.quantized(bits), m, capacity, verifier_cache=self.cache)
         assert isinstance(draft, Transformer)
         return ModelDrafter(draft, m, capacity)
 
@@ -122,7 +123,7 @@ class Engine:
 
         Args:
             target: the verifier: a Hugging Face folder (safetensors), a .gguf file or a hub id.
-            draft: the same, or "ngram", "self-int8" or None; see `Engine`.
+            draft: the same, or "ngram", "self-int8", "self-int4" or None; see `Engine`.
             rule, num_draft_tokens, max_length, attention: see `Engine`.
             dtype: of weights and logits; None is bfloat16.
             device: None is CUDA where there is one, else the CPU.
@@ -135,18 +136,19 @@ class Engine:
         check_engine_options(rule, num_draft_tokens, max_length, attention)
         check_draft_name(draft)
         place, number = resolve_device(device), resolve_dtype(dtype)
+        rows = 1 if draft is None else num_draft_tokens + 1
         with open_checkpoint(target) as checkpoint:
             tokenizer = checkpoint.tokenizer()
             if draft is None or draft in NAMED_DRAFTS:
-                model = _load(checkpoint, number, place)
+                model = _load(checkpoint, number, place, rows)
                 drafting: Transformer | str | None = None if draft is None else str(draft)
             else:
                 with open_checkpoint(draft) as draft_checkpoint:
                     draft_tokenizer = draft_checkpoint.tokenizer()
                     if tokenizer is not None and draft_tokenizer is not None:
                         check_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
-                    model = _load(checkpoint, number, place)
-                    drafting = _load(draft_checkpoint, number, place)
+                    model = _load(checkpoint, number, place, rows)
+                    drafting = _load(draft_checkpoint, number, place, rows=2)
         return cls(
             model,
             tokenizer,
@@ -261,6 +263,6 @@ class Engine:
         return generation.output
 
 
-def _load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Transformer:
+def _load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rows: int) -> Transformer:
     with converted(checkpoint, dtype) as cached:
-        return Transformer.load(cached, dtype, device)
+        return Transformer.load(cached, dtype, device, rows=rows)

@@ -9,7 +9,7 @@ from fused_spec.rules import Rule
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_DRAFT_TOKENS = 64
-NAMED_DRAFTS = ("ngram", "self-int8")
+NAMED_DRAFTS = ("ngram", "self-int8", "self-int4")
 
 
 def unknown_draft(draft: object) -> InvalidInput:

@@ -12,6 +12,7 @@ same keys.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,42 +27,31 @@ _NARROW = 128
 """Widest block that is decoded rather than prefilled: 64 drafts and one more, with room to spare."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """W consecutive tokens that attend: which slots they may read, and a buffer for their queries.
-
-    Built once per forward pass and used by every layer.
+class Span(NamedTuple):
+    """Which cache slots a block of consecutive tokens may read; built once per forward pass, shared by all layers.
 
     Attributes:
         first: slot of the block's first token.
         valid: number of slots that are valid once the block is written.
         end: number of slots that are looked at; those from `valid` on must hold finite numbers.
         mask: what is added to scores, 0 or -inf, [rows, end]; None for a plainly causal block.
-        queries: [W, Hkv, G, D/2] complex64, rotary pairs: where the layer at hand puts its queries; a view of `rows`.
-        rows: [1, Hkv, W G + padding, D] if the block is narrow, [1, H, W, D] if it is wide.
     """
 
     first: int
     valid: int
     end: int
     mask: torch.Tensor | None
-    queries: torch.Tensor
-    rows: torch.Tensor
 
 
-def block(positions: torch.Tensor, heads: int, kv_heads: int, head_dim: int) -> Block:
-    """The block at consecutive positions [W]; reads the first of them on the host."""
-    first, width, group, device = int(positions[0]), positions.numel(), heads // kv_heads, positions.device
+def span(positions: torch.Tensor, group: int) -> Span:
+    """The span of a block at consecutive positions [W], for G query heads in a group; reads the first on the host."""
+    first, width = int(positions[0]), positions.numel()
     valid = first + width
     if width > _NARROW:
-        rows = torch.empty(1, heads, width, head_dim, device=device)
-        queries = rows.view(kv_heads, group, width, head_dim).permute(2, 0, 1, 3)
-        return Block(first, valid, valid, _hide_later(positions, valid) if first else None, as_pairs(queries), rows)
-    end, used = -(-valid // STRIDE) * STRIDE, width * group
-    rows = torch.zeros(1, kv_heads, -(-used // _ROWS) * _ROWS, head_dim, device=device)
-    queries = rows[0, :, :used].view(kv_heads, width, group, head_dim).transpose(0, 1)
-    padded = F.pad(positions.repeat_interleave(group), (0, -used % _ROWS), value=first)
-    return Block(first, valid, end, _hide_later(padded, end), as_pairs(queries), rows)
+        return Span(first, valid, valid, _hide_later(positions, valid) if first else None)
+    end = -(-valid // STRIDE) * STRIDE
+    rows = F.pad(positions.repeat_interleave(group), (0, -width * group % _ROWS), value=first)
+    return Span(first, valid, end, _hide_later(rows, end))
 
 
 def _hide_later(positions: torch.Tensor, end: int) -> torch.Tensor:
@@ -69,24 +59,48 @@ def _hide_later(positions: torch.Tensor, end: int) -> torch.Tensor:
     return torch.zeros(later.shape, device=positions.device).masked_fill_(later, -torch.inf)
 
 
-def attention(where: Block, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class HeadBuffers:
+    """Where the queries of W tokens are put and their results come out, in the order that attention wants.
+
+    Attributes:
+        queries: [W, Hkv, G, D/2] complex64, rotary pairs: a view of `rows` to write to.
+        rows: [1, Hkv, W G + padding, D] float32 if the block is narrow, [1, H, W, D] if it is wide.
+        used: how many of the rows count.
+        results: a view of the [W, H D] that `of` was given: [Hkv, W, G, D], or [Hkv, G, W, D] if the block is wide.
+    """
+
+    queries: torch.Tensor
+    rows: torch.Tensor
+    used: int
+    results: torch.Tensor
+
+    @classmethod
+    def of(cls, out: torch.Tensor, kv_heads: int, head_dim: int) -> "HeadBuffers":
+        """Buffers for results in `out` [W, H D], of any dtype."""
+        heads = out.unflatten(1, (kv_heads, -1, head_dim))  # [W, Hkv, G, D]
+        width, _, group, _ = heads.shape
+        if width > _NARROW:
+            rows = out.new_zeros(1, kv_heads * group, width, head_dim, dtype=torch.float32)
+            queries = rows.view(kv_heads, group, width, head_dim).permute(2, 0, 1, 3)
+            return cls(as_pairs(queries), rows, width, heads.permute(1, 2, 0, 3))
+        used = width * group
+        rows = out.new_zeros(1, kv_heads, -(-used // _ROWS) * _ROWS, head_dim, dtype=torch.float32)
+        queries = rows[0, :, :used].view(kv_heads, width, group, head_dim).transpose(0, 1)
+        return cls(as_pairs(queries), rows, used, heads.transpose(0, 1))
+
+
+def attention(buffers: HeadBuffers, mask: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor) -> None:
     """Attend to the slots of one layer's cache.
 
     Args:
-        where: the block, with this layer's queries in its buffer.
-        k, v: [1, Hkv, end, D] float32, the slots that the block looks at, its own among them.
-
-    Returns:
-        [W, H D] float32.
+        buffers: hold the layer's queries, and take its results.
+        mask: of the block's span.
+        k, v: [1, Hkv, end, D] float32, the slots that the span looks at, the block's own among them.
     """
-    width, kv_heads, group, _ = where.queries.shape
-    if width > _NARROW:
-        out = F.scaled_dot_product_attention(
-            where.rows, k, v, attn_mask=where.mask, is_causal=where.mask is None, enable_gqa=True
-        )
-        return out[0].transpose(0, 1).reshape(width, -1)
-    out = F.scaled_dot_product_attention(where.rows, k, v, attn_mask=where.mask)
-    return out[0, :, : width * group].view(kv_heads, width, group, -1).transpose(0, 1).reshape(width, -1)
+    wide = k.shape[1] != buffers.rows.shape[1] or mask is None
+    out = F.scaled_dot_product_attention(buffers.rows, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=wide)
+    buffers.results.copy_(out[0, :, : buffers.used].view(buffers.results.shape))
 
 
 def attention_reference(

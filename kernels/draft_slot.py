@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fused_spec.kernels.error_bits import DRAFT_IMPOSSIBLE, DRAFT_OUT_OF_RANGE, EMPTY_SUPPORT, NAN_DRAFT
@@ -83,8 +84,9 @@ class DraftSlot:
         z = logits.to("cpu", torch.float32, copy=True)
         if self.processing.temperature != 1:
             z.div_(self.processing.temperature)
-        cut = z < self.cutoff
         drafted = z[self.token].item()
         self.highest = math.exp(min(0.0, (z.max().item() - drafted) + self.log_prob))
-        z.sub_(drafted).add_(self.log_prob).exp_()
-        return z.masked_fill_(cut, 0.0)
+        if self.cutoff > -math.inf:  # keeps what is greater than the number below the cutoff
+            below = float(np.nextafter(np.float32(self.cutoff), np.float32(-np.inf)))
+            z = torch.nn.functional.threshold(z, below, -math.inf)
+        return z.sub_(drafted).add_(self.log_prob).exp_()

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from fused_spec.kernels.row_law import GROUP, RowLaw
+from fused_spec.kernels.row_law import GROUP, RowLaw, Survivors
 
 
 def pick(weights: torch.Tensor, uniform: float) -> int:
@@ -41,4 +41,17 @@ def pick(weights: torch.Tensor, uniform: float) -> int:
 
 def draw(law: RowLaw, uniform: float) -> int:
     """One token of a processed law; the arg max of a greedy one, a legal id of a faulty one."""
+    if law.survivors is not None:
+        return pick_survivor(law.survivors, uniform * law.total)
     return law.token if law.weights is None else pick(law.weights, uniform)
+
+
+def pick_survivor(survivors: Survivors, goal: float) -> int:
+    """The token at which the sum of weights exceeds the goal; never one of zero weight."""
+    reached, token = 0.0, -1
+    for survivor, weight in zip(*survivors, strict=True):
+        if weight > 0:
+            token, reached = survivor, reached + weight
+            if reached > goal:
+                break
+    return token

@@ -9,7 +9,7 @@ class RMSNorm(NamedTuple):
     """The weight of a normalisation, prepared for one that divides by the length of x and not by its mean square.
 
     With c = sqrt(n eps), n channels: x / sqrt(mean(x^2) + eps) = sqrt(n) x / hypot(|x|, c). A length is one call and
-    four times as quick on a CPU as torch's own function.
+    several times as quick on a CPU as torch's own function.
 
     Attributes:
         weight: [..., n] float32, sqrt(n) times the weight.
@@ -27,18 +27,31 @@ class RMSNorm(NamedTuple):
         return cls(weight.float() * channels**0.5, floor)
 
 
-def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+class NormBuffers(NamedTuple):
+    """Room for what lies between x [..., n] and its normalisation."""
+
+    length: torch.Tensor  # [..., 1] float32
+    scaled: torch.Tensor  # [..., n] float32
+
+    @classmethod
+    def like(cls, x: torch.Tensor) -> "NormBuffers":
+        """For normalising tensors of the shape of x."""
+        return cls(torch.empty_like(x[..., :1]), torch.empty_like(x))
+
+
+def rms_norm(x: torch.Tensor, norm: RMSNorm, buffers: NormBuffers, out: torch.Tensor) -> None:
     """Normalise over the last dimension.
 
     Args:
         x: [..., n] float32.
         norm: its weight broadcasts against x.
-
-    Returns:
-        [..., n] float32.
+        buffers: for tensors of x's shape.
+        out: where the result goes, [..., n] of any floating dtype; may be x.
     """
-    length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), norm.floor)
-    return (x / length).mul_(norm.weight)
+    torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=buffers.length)
+    torch.hypot(buffers.length, norm.floor, out=buffers.length)
+    torch.div(x, buffers.length, out=buffers.scaled)
+    torch.mul(buffers.scaled, norm.weight, out=out)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The processed law of one row of logits: P(x) = exp(z_x - lse) where z_x >= cutoff, else 0, with z = l / T.
 
 One row at a time, in float32 with float64 sums, is what a CPU is fastest at, and it keeps no [rows, V] probabilities.
-Temperature 0 is the one-hot law at the arg max (the lowest id among ties).
+Where top-k or top-p leave few tokens, only these are looked at. Temperature 0 is the one-hot law at the arg max (the
+lowest id among ties).
 """
 
 import math
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from fused_spec.kernels.error_bits import EMPTY_SUPPORT
 from fused_spec.kernels.filter import cutoff
@@ -18,6 +20,9 @@ GROUP = 1024
 """Masses are summed over fixed groups of this many consecutive ids, then merged in float64, in order."""
 
 NOT_A_NUMBER, EMPTY = 1, 2
+
+_FEW = 256
+"""How many of the largest logits are looked at before a whole row is."""
 
 
 class Processing(NamedTuple):
@@ -29,30 +34,50 @@ class Processing(NamedTuple):
     min_p: float
 
 
+class Survivors(NamedTuple):
+    """The few tokens that a filter leaves, in the order of their ids, with exp(z - peak) of each."""
+
+    ids: list[int]
+    weights: list[float]
+
+
 @dataclass(slots=True)
 class RowLaw:
     """A processed row. Tensors are padded with weight 0 to a multiple of GROUP.
 
     Attributes:
         vocab_size: number of ids V.
-        scaled: [padded] float32, z, -inf where not allowed; None for a greedy or faulty row.
-        weights: [padded] float32, exp(z - peak), 0 where cut; None for a greedy or faulty row.
+        temperature: T.
+        row: [padded] float32 logits before the temperature, -inf where not allowed; None for a greedy or faulty row.
         total: sum of the weights.
         peak, cutoff: largest and smallest kept z. Greedy: both the largest logit.
         token: the arg max of a greedy row; the lowest allowed id of a faulty row; else -1.
         allowed: [ceil(V/32)] int32 bitmask, if there is one.
         fault: 0, NOT_A_NUMBER (a NaN or +inf logit: no softmax exists) or EMPTY (no token has weight).
+        survivors: if a filter left only few tokens.
+        dense: [padded] float32 weights exp(z - peak), 0 where cut, once they were needed.
     """
 
     vocab_size: int
-    scaled: torch.Tensor | None
-    weights: torch.Tensor | None
+    temperature: float
+    row: torch.Tensor | None
     total: float
     peak: float
     cutoff: float
     token: int
     fault: int
     allowed: torch.Tensor | None = None
+    survivors: Survivors | None = None
+    dense: torch.Tensor | None = None
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """[padded] float32, exp(z - peak), 0 where cut; None for a greedy or faulty row."""
+        if self.dense is None and self.survivors is not None and self.row is not None:
+            ids, weights = self.survivors
+            self.dense = torch.zeros_like(self.row)
+            self.dense[torch.tensor(ids)] = torch.tensor(weights)
+        return self.dense
 
     @property
     def lse(self) -> float:
@@ -76,10 +101,12 @@ class RowLaw:
     @property
     def highest(self) -> float:
         """The largest probability, to more digits than float32 sums have: below 1 if any other token has weight."""
-        if self.weights is None:
+        if self.survivors is not None:
+            return 1.0 / self.total
+        if self.dense is None:
             return 1.0
-        top = self.weights == 1
-        rest = self.weights.masked_fill(top, 0.0).view(-1, GROUP).sum(1).sum(dtype=torch.float64).item()
+        top = self.dense == 1
+        rest = self.dense.masked_fill(top, 0.0).view(-1, GROUP).sum(1).sum(dtype=torch.float64).item()
         return 1.0 / (int(top.sum()) + rest)
 
     def arg_max(self) -> int:
@@ -88,10 +115,13 @@ class RowLaw:
 
     def entropy(self) -> float:
         """-sum P ln P in nats."""
-        if self.weights is None or self.scaled is None:
+        if self.survivors is not None:
+            weighted = math.fsum(weight * math.log(weight) for weight in self.survivors.weights if weight)
+            return math.log(self.total) - weighted / self.total
+        if self.dense is None or self.row is None:
             return 0.0
-        below = (self.scaled - self.peak).masked_fill_(self.weights == 0, 0.0)  # 0 * -inf would be NaN
-        mean = (self.weights * below).view(-1, GROUP).sum(1).sum(dtype=torch.float64).item() / self.total
+        below = (self.row / self.temperature - self.peak).masked_fill_(self.dense == 0, 0.0)  # 0 * -inf would be NaN
+        mean = (self.dense * below).view(-1, GROUP).sum(1).sum(dtype=torch.float64).item() / self.total
         return math.log(self.total) - mean
 
     def error_bit(self, not_a_number: int) -> int:
@@ -102,9 +132,9 @@ class RowLaw:
         """ln P(token), -inf if 0; rounded to float32, so that equal rows give equal numbers wherever computed."""
         if not 0 <= token < self.vocab_size or self.fault:
             return -math.inf
-        if self.scaled is None:
+        if self.row is None:
             return 0.0 if token == self.token else -math.inf
-        z = self.scaled[token].item()
+        z = (self.row[token] / self.temperature).item()
         if z < self.cutoff or z == -math.inf:
             return -math.inf
         value = (z - self.peak) - math.log(self.total)
@@ -119,41 +149,96 @@ def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor 
         processing: checked parameters.
         allowed: [ceil(V/32)] int32 bitmask or None; bit i of word w stands for id 32 w + i.
     """
-    vocab_size = logits.numel()
-    scaled = torch.empty(padded_size(vocab_size), dtype=torch.float32)
-    scaled[vocab_size:] = -math.inf
-    row = scaled[:vocab_size]
-    row.copy_(logits)
+    vocab_size, temperature = logits.numel(), processing.temperature
+    row = torch.empty(padded_size(vocab_size), dtype=torch.float32)
+    row[vocab_size:] = -math.inf
+    row[:vocab_size] = logits
     if allowed is not None:
-        row.masked_fill_(~unpack_mask(allowed, vocab_size), -math.inf)
-    if processing.temperature == 0:
-        return _greedy(row, allowed)
-    if processing.temperature != 1:
-        row.div_(processing.temperature)
-    peak = row.max().item()
+        row[:vocab_size].masked_fill_(~unpack_mask(allowed, vocab_size), -math.inf)
+    if temperature == 0:
+        return _greedy(row, vocab_size, allowed)
+    law = _few_survivors(row, vocab_size, processing, allowed)
+    if law is not None:
+        return law
+    scaled = row if temperature == 1 else row / temperature
+    peak = scaled.max().item()
     if not math.isfinite(peak):
-        return _faulty(row, peak, allowed)
-    lowest = cutoff(row, peak, processing.top_k, processing.top_p, processing.min_p)
-    weights = (scaled - peak).exp_()
-    if lowest > -math.inf:
-        weights.masked_fill_(scaled < lowest, 0.0)
+        return _faulty(vocab_size, peak, allowed)
+    lowest = cutoff(scaled[:vocab_size], peak, processing.top_k, processing.top_p, processing.min_p)
+    kept = scaled
+    if lowest > -math.inf:  # `threshold` keeps what is greater; it is ten times as quick as a comparison and a mask
+        kept = F.threshold(scaled, float(np.nextafter(np.float32(lowest), np.float32(-np.inf))), -math.inf)
+    weights = (kept - peak).exp_()
     total = weights.view(-1, GROUP).sum(1).sum(dtype=torch.float64).item()
-    return RowLaw(vocab_size, scaled, weights, total, peak, lowest, -1, 0, allowed)
+    return RowLaw(vocab_size, temperature, row, total, peak, lowest, -1, 0, allowed, dense=weights)
 
 
-def _greedy(row: torch.Tensor, allowed: torch.Tensor | None) -> RowLaw:
-    token = int(row.argmax())
+def _few_survivors(
+    row: torch.Tensor, vocab_size: int, processing: Processing, allowed: torch.Tensor | None
+) -> RowLaw | None:
+    """The law of a row of which top-k or top-p leaves few tokens, from its largest logits; None if these do not do."""
+    temperature, top_k, top_p, min_p = processing
+    if not (0 < top_k <= _FEW // 2 or (top_k == 0 and top_p < 1)) or vocab_size <= _FEW:
+        return None
+    values, ids = largest(row, 2 * top_k + 32 if top_k else _FEW)  # more than k: others may share the last place
+    z = (values / temperature).tolist()
+    peak = z[0]
+    if not math.isfinite(peak):
+        return _faulty(vocab_size, peak, allowed)
+    weights = [math.exp(value - peak) for value in z]
+    count, mass = len(z), 0.0
+    if top_k:
+        count = sum(value >= z[top_k - 1] for value in z)
+    if top_p < 1:
+        mass = math.fsum(weights[:count]) if top_k else _mass(row if temperature == 1 else row / temperature, peak)
+        before = 0.0
+        for i, weight in enumerate(weights[:count]):
+            if i and before >= top_p * mass:
+                count = sum(value >= z[i - 1] for value in z)
+                break
+            before += weight
+    if min_p > 0:
+        count = min(count, sum(value >= peak + math.log(min_p) for value in z))
+    lowest = z[count - 1]
+    if count == len(z) or lowest == -math.inf:  # there may be more like the last
+        return None
+    kept = sorted(zip(ids[:count].tolist(), weights[:count], strict=True))
+    survivors = Survivors([token for token, _ in kept], [weight for _, weight in kept])
+    total = math.fsum(survivors.weights)
+    return RowLaw(vocab_size, temperature, row, total, peak, lowest, -1, 0, allowed, survivors)
+
+
+def _mass(scaled: torch.Tensor, peak: float) -> float:
+    """Sum of exp(z - peak)."""
+    return (scaled - peak).exp_().view(-1, GROUP).sum(1).sum(dtype=torch.float64).item()
+
+
+def largest(row: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest values of a row [multiple of 128], descending, and their indices.
+
+    They lie in those groups of 128 that have the largest maxima, so that only these are searched.
+    """
+    groups = row.view(-1, 128)
+    chosen = groups.amax(1).topk(min(count, len(groups))).indices
+    values, at = groups.index_select(0, chosen).view(-1).topk(count)
+    return values, chosen[at // 128] * 128 + at % 128
+
+
+def _greedy(row: torch.Tensor, vocab_size: int, allowed: torch.Tensor | None) -> RowLaw:
+    groups = row.view(-1, GROUP)
+    group = int(groups.amax(1).argmax())  # the first of equals, here and below
+    token = group * GROUP + int(groups[group].argmax())
     peak = row[token].item()
     if not math.isfinite(peak):
-        return _faulty(row, peak, allowed)
-    return RowLaw(row.numel(), None, None, 1.0, peak, peak, token, 0, allowed)
+        return _faulty(vocab_size, peak, allowed)
+    return RowLaw(vocab_size, 0.0, None, 1.0, peak, peak, token, 0, allowed)
 
 
-def _faulty(row: torch.Tensor, peak: float, allowed: torch.Tensor | None) -> RowLaw:
+def _faulty(vocab_size: int, peak: float, allowed: torch.Tensor | None) -> RowLaw:
     """The row has no law: report why, and an id that is legal at least."""
-    lowest_allowed = 0 if allowed is None else int(unpack_mask(allowed, row.numel()).int().argmax())
+    lowest_allowed = 0 if allowed is None else int(unpack_mask(allowed, vocab_size).int().argmax())
     fault = EMPTY if peak == -math.inf else NOT_A_NUMBER
-    return RowLaw(row.numel(), None, None, 1.0, peak, -math.inf, lowest_allowed, fault, allowed)
+    return RowLaw(vocab_size, 0.0, None, 1.0, peak, -math.inf, lowest_allowed, fault, allowed)
 
 
 def padded_size(vocab_size: int) -> int:

@@ -1,12 +1,14 @@
 """A static key/value cache: one buffer for all layers, written at positions, rolled back by forgetting."""
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-from fused_spec.kernels.attention import STRIDE, Block
+from fused_spec.kernels.attention import STRIDE, Span
 from fused_spec.kernels.rope import as_pairs, rope_table
 from fused_spec.models.config import ModelConfig
+from fused_spec.models.workspace import Workspace
 
 
 class LayerSlots(NamedTuple):
@@ -24,25 +26,33 @@ class KVCache:
     A slot is valid only if the owner says so: nothing is erased on rollback, later tokens overwrite it.
 
     Attributes:
-        keys, values: [layers, capacity, Hkv, D].
+        keys, values: [layers, capacity, Hkv, D]; in memory the slots of a head lie side by side.
+        written: slots from here on are zero; those before it may hold anything.
         rotations: [capacity, D/2] complex64, the rotary embedding of every slot.
     """
 
     def __init__(self, config: ModelConfig, capacity: int, device: torch.device) -> None:
         capacity = -(-capacity // STRIDE) * STRIDE
-        shape = (config.num_layers, capacity, config.num_kv_heads, config.head_dim)
-        self.keys, self.values = torch.zeros(2, *shape, dtype=torch.float32, device=device)
+        shape = (config.num_layers, config.num_kv_heads, capacity, config.head_dim)
+        self.keys, self.values = torch.zeros(2, *shape, dtype=torch.float32, device=device).transpose(2, 3)
         self.rotations = rope_table(config.rope_frequencies, capacity, config.rope_amplitude).to(device)
+        self.written = 0
+        self._config = config
+        # a sequence has few widths: prefill, the rest of it, drafting, verification
+        self.workspace = functools.lru_cache(maxsize=4)(self._workspace)
 
     @property
     def capacity(self) -> int:
         """Number of slots: what was asked for, rounded up to whole strides of the attention kernel."""
         return self.keys.shape[1]
 
-    def layers(self, where: Block) -> list[LayerSlots]:
+    def layers(self, where: Span) -> list[LayerSlots]:
         """The slots of a block for every layer. Stale ones that it covers become zero: a mask does not hide a NaN."""
-        for buffer in (self.keys, self.values):
-            buffer[:, where.valid : where.end].zero_()
+        stale = slice(where.valid, min(where.end, self.written))
+        if stale.start < stale.stop:
+            self.keys[:, stale].zero_()
+            self.values[:, stale].zero_()
+        self.written = self.written if self.written > where.end else where.valid
         new = slice(where.first, where.valid)
         views = (
             as_pairs(self.keys[:, new]),
@@ -51,3 +61,7 @@ class KVCache:
             self.values[:, None, : where.end].transpose(2, 3),
         )
         return [LayerSlots(*slots) for slots in zip(*(view.unbind(0) for view in views), strict=True)]
+
+    def _workspace(self, width: int, least_rows: int, dtype: torch.dtype) -> Workspace:
+        """Buffers for a forward pass over `width` tokens."""
+        return Workspace(self._config, width, max(width, least_rows), dtype, self.keys.device)

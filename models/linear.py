@@ -6,38 +6,48 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-_LEAST_ROWS = 5
-"""oneDNN multiplies one row by other code than several, which is slower and may round differently."""
+_FEW_ROWS = 3
+"""Up to so many rows, reading half-precision weights is what a product waits for; from there on it is arithmetic."""
 
 
 class Linear(Protocol):
-    """y = x W^T + b for rows x [W, in] of any dtype; gives [W, out].
+    """y = x W^T + b for rows x [R, in]; gives [R, out].
 
     Attributes:
         bias: [out] or None.
+        dtype: what x should be in.
+        least_rows: how many rows x must have; what is not needed may be anything finite.
     """
 
     bias: torch.Tensor | None
+    dtype: torch.dtype
+    least_rows: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
     def dense(self) -> torch.Tensor:
-        """The weight [out, in] as a plain matrix."""
+        """The weight [out, in] as a plain matrix, of any dtype."""
 
 
-def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """The fastest product there is for a weight [out, in] in the working dtype."""
-    packs = weight.dtype == torch.bfloat16 and _has_packed_product(weight.device)
-    return PackedLinear(weight, bias) if packs else DenseLinear(weight, bias)
+def linear(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Linear:
+    """The fastest product there is for a weight [out, in] in the working dtype, if it mostly multiplies `rows` rows."""
+    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        if rows <= _FEW_ROWS and _has_half_product() and weight.abs().max() < torch.finfo(torch.float16).max:
+            return HalfLinear(weight, bias)
+        if _has_packed_product():
+            return PackedLinear(weight, bias)
+    return DenseLinear(weight, bias)
 
 
 class DenseLinear:
     """A weight [out, in] and perhaps a bias [out] in the working dtype."""
 
+    least_rows = 1
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.dtype = weight, bias, weight.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
     def dense(self) -> torch.Tensor:
         """The weight itself."""
@@ -45,23 +55,22 @@ class DenseLinear:
 
 
 class PackedLinear:
-    """A bfloat16 weight [out, in] in the order in which oneDNN reads it: twice as fast for few rows.
+    """A bfloat16 weight [out, in] in the order in which oneDNN reads it: for a handful of rows, and for many.
 
-    A single row is multiplied as five equal ones. That is faster, and makes a row's result the same bits whether one
-    token is decoded or a block is verified.
+    oneDNN multiplies one row by other code than several, which is slower and may round differently. With five, a row's
+    result is the same bits whether one token is decoded or a block is verified.
     """
 
+    dtype = torch.bfloat16
+    least_rows = 5
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _LEAST_ROWS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, self.least_rows)
         self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = len(x)
-        if rows == 1:
-            x = x.expand(_LEAST_ROWS, -1)
-        x = x.to(torch.bfloat16, memory_format=torch.contiguous_format)
-        out: torch.Tensor = _packed_product(x, self._packed, self.bias, "none", [], "")
-        return out[:rows]
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
+        return out
 
     def dense(self) -> torch.Tensor:
         """The weight in its plain order, a copy."""
@@ -69,19 +78,50 @@ class PackedLinear:
         return weight
 
 
-def _packed_product(*arguments: object) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(*arguments)
-    return out
+class HalfLinear:
+    """A bfloat16 weight [out, in] kept in float16 for products in float32: for one row, or a few.
+
+    float16 has more digits than bfloat16 and less range: weights below 2^-14 move by 2^-25 at most, those of 65520 and
+    more do not fit. Nothing else is rounded, so that results are closer to the exact ones than those of a bfloat16
+    product.
+    """
+
+    dtype = torch.float32
+    least_rows = 1
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.bias = bias
+        floats = None if bias is None else bias.float()
+        self._packed = torch.ops.quantized.linear_prepack_fp16.default(weight.float(), floats)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
+        return out
+
+    def dense(self) -> torch.Tensor:
+        """The weight in its plain order, a copy in float32."""
+        weight: torch.Tensor = torch.ops.quantized.linear_unpack_fp16.default(self._packed)[0]
+        return weight
 
 
 @functools.cache
-def _has_packed_product(device: torch.device) -> bool:
-    """Whether torch has these private operators, and gets a small product right: tried rather than assumed."""
-    if device.type != "cpu":
-        return False
+def _has_packed_product() -> bool:
+    return _works(PackedLinear)
+
+
+@functools.cache
+def _has_half_product() -> bool:
+    # With matrix tiles, a long prompt goes through bfloat16 so much faster that it outweighs the single rows.
+    return not torch.cpu._is_amx_tile_supported() and _works(HalfLinear)
+
+
+def _works(kind: type[PackedLinear] | type[HalfLinear]) -> bool:
+    """Whether torch has the private operators of a product and gets a small one right: tried rather than assumed."""
     try:
-        x, weight = torch.eye(16, dtype=torch.bfloat16), torch.arange(256.0).view(16, 16).bfloat16()
-        product = PackedLinear(weight, torch.ones(16, dtype=torch.bfloat16))
-        return torch.equal(product(x), F.linear(x, weight) + 1) and torch.equal(product.dense(), weight)
+        x, weight = torch.eye(16, dtype=kind.dtype), torch.arange(256.0).view(16, 16).bfloat16()
+        product = kind(weight, torch.ones(16, dtype=torch.bfloat16))
+        return torch.equal(product(x).float(), weight.t().float() + 1) and torch.equal(
+            product.dense().bfloat16(), weight
+        )
     except (RuntimeError, NotImplementedError, AttributeError):
         return False

@@ -18,23 +18,27 @@ GROUP = 32
 class Int8Linear:
     """A weight [out, in] in int8 with one scale per output channel, max |row| / 127.
 
-    Activations are quantised as well, with one scale for all rows of a call (7 bits, so that no CPU's integer product
-    overflows), and multiplied as integers.
+    Activations are quantised as well, with one scale for all rows of a call, and multiplied as integers. They get 8
+    bits, or 7 on CPUs whose sums of two products overflow otherwise.
     """
 
+    dtype = torch.float32
+    least_rows = 1
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.bias, self._dtype = bias, weight.dtype
+        self.bias = bias
         rows = weight.float()
         scale = (rows.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         integers = (rows / scale[:, None]).round_().to(torch.int8)
-        self.fused = _has_int8_product(weight.device)
+        self.fused = weight.device.type == "cpu" and _has_int8_product()
         self._weight: Any = _pack_int8(integers, scale) if self.fused else (integers, scale)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused:
-            out: torch.Tensor = torch.ops.quantized.linear_dynamic.default(x.float(), self._weight, True)
-            return out if self.bias is None else out + self.bias
-        return F.linear(x.to(self._dtype), self.dense().to(self._dtype), self.bias)
+            out: torch.Tensor = torch.ops.quantized.linear_dynamic.default(x.float(), self._weight, _overflows())
+        else:
+            out = F.linear(x.float(), self.dense())
+        return out if self.bias is None else out + self.bias
 
     def dense(self) -> torch.Tensor:
         """The weight that the integers stand for, [out, in] float32."""
@@ -52,6 +56,9 @@ class Int4Linear:
     filled up with zeros to whole groups.
     """
 
+    dtype = torch.bfloat16
+    least_rows = 1
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.bias, self._columns = bias, weight.shape[1]
         groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
@@ -60,12 +67,14 @@ class Int4Linear:
         middle = (low + 8 * scale.float()).bfloat16()
         levels = ((groups - middle.float()) / scale.float()).round_().add_(8).clamp_(0, 15).to(torch.int32)
         self._scale_and_middle = torch.cat([scale, middle], dim=-1).transpose(0, 1).contiguous()  # [groups, out, 2]
-        self.fused = weight.shape[0] % 16 == 0 and _has_int4_product(weight.device)
+        self.fused = weight.shape[0] % 16 == 0 and weight.device.type == "cpu" and _has_int4_product()
         levels = levels.flatten(1)
         self._levels = torch._convert_weight_to_int4pack_for_cpu(levels, 1) if self.fused else levels.to(torch.uint8)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.pad(x.bfloat16(), (0, -self._columns % GROUP))
+        x = x.bfloat16()
+        if self._columns % GROUP:
+            x = F.pad(x, (0, -self._columns % GROUP))
         out = self._fused_product(x) if self.fused else F.linear(x, self._expanded().bfloat16())
         return out if self.bias is None else out + self.bias
 
@@ -94,9 +103,15 @@ def _pack_int8(integers: torch.Tensor, scale: torch.Tensor) -> object:
 
 
 @functools.cache
-def _has_int8_product(device: torch.device) -> bool:
-    if device.type != "cpu":
-        return False
+def _overflows() -> bool:
+    """Whether a product of 8-bit activations saturates when two neighbouring terms are added in 16 bits."""
+    packed = _pack_int8(torch.full((16, 32), 127, dtype=torch.int8), torch.ones(16))
+    out = torch.ops.quantized.linear_dynamic.default(torch.ones(1, 32), packed, False)
+    return bool(((out - 127 * 32).abs() > 127).any())
+
+
+@functools.cache
+def _has_int8_product() -> bool:
     try:
         packed = _pack_int8(torch.full((16, 32), 2, dtype=torch.int8), torch.ones(16))
         out = torch.ops.quantized.linear_dynamic.default(torch.ones(1, 32), packed, True)
@@ -106,9 +121,7 @@ def _has_int8_product(device: torch.device) -> bool:
 
 
 @functools.cache
-def _has_int4_product(device: torch.device) -> bool:
-    if device.type != "cpu":
-        return False
+def _has_int4_product() -> bool:
     try:
         packed = torch._convert_weight_to_int4pack_for_cpu(torch.full((16, GROUP), 9, dtype=torch.int32), 1)
         ones = torch.ones(1, 16, 2, dtype=torch.bfloat16)

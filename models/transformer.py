@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from fused_spec.kernels.attention import Block, attention, block
+from fused_spec.kernels.attention import attention, span
 from fused_spec.kernels.rms_norm import RMSNorm, rms_norm
-from fused_spec.kernels.rope import as_pairs, rope
+from fused_spec.kernels.rope import rope
 from fused_spec.models.checkpoint import Checkpoint
-from fused_spec.models.config import ModelConfig
+from fused_spec.models.config import ModelConfig, expected_shapes
 from fused_spec.models.kv_cache import KVCache, LayerSlots
 from fused_spec.models.linear import Linear, linear
 from fused_spec.models.quantized_linear import Int4Linear, Int8Linear
+from fused_spec.models.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Transformer:
 
     Attributes:
         config: sizes.
-        dtype, device: of the weights and logits.
+        device: of the weights.
+        logits_dtype: the working dtype, or float32 where the head's product gives that.
     """
 
     def __init__(
@@ -56,26 +58,45 @@ class Transformer:
         self.layers = layers
         self.norm = norm  # [hidden]
         self.head = head
-        self.dtype, self.device = embedding.dtype, embedding.device
+        self.device = embedding.device
+        probe = torch.zeros(self.least_rows, config.hidden_size, dtype=head.dtype, device=self.device)
+        self.logits_dtype = head(probe).dtype
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of activations that the matrix products need."""
+        return max(self.layers[0].qkv.least_rows, self.head.least_rows)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> "Transformer":
-        """Read a checkpoint tensor by tensor into the working dtype; q/k/v and gate/up become one matrix each."""
-        config = checkpoint.config
-        with tqdm(total=len(checkpoint.names()), desc=checkpoint.path.name, unit="tensor", disable=None) as progress:
+    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, rows: int = 1) -> "Transformer":
+        """Read a checkpoint tensor by tensor into the working dtype; q/k/v and gate/up become one matrix each.
 
-            def read(name: str) -> torch.Tensor:
-                progress.update()
-                return checkpoint.tensor(name, dtype).to(device)
+        `rows` is how many tokens most forward passes will have, for which the weights are laid out: 1 for plain
+        decoding, m + 1 for verification.
+        """
+        config, shapes = checkpoint.config, expected_shapes(checkpoint.config)
+        with tqdm(total=len(shapes), desc=checkpoint.path.name, unit="tensor", disable=None) as progress:
+
+            def read(*names: str) -> torch.Tensor:
+                """Tensors on top of each other. Copied one by one: `torch.cat` would need all of them twice."""
+                parts = [shapes[name] for name in names]
+                stacked = torch.empty(sum(part[0] for part in parts), *parts[0][1:], dtype=dtype, device=device)
+                for name, rows_of in zip(names, stacked.split([part[0] for part in parts]), strict=True):
+                    rows_of.copy_(checkpoint.tensor(name, dtype))
+                    progress.update()
+                return stacked
 
             embedding = read("model.embed_tokens.weight")
-            layers = [_load_layer(read, f"model.layers.{i}.", config) for i in range(config.num_layers)]
+            layers = [_load_layer(read, f"model.layers.{i}.", config, rows) for i in range(config.num_layers)]
             norm = RMSNorm.of(read("model.norm.weight"), config.rms_norm_eps)
-            head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"))
+            head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"), None, rows)
         return cls(config, embedding, layers, norm, head)
 
     def quantized(self, bits: int) -> "Transformer":
-        """The same model with every matrix product in `bits` = 8 or 4; embedding and norms are shared with this one."""
+        """The same model with the layers' matrix products in `bits` = 8 or 4; embedding and norms are shared.
+
+        The head's product is in 8 bits either way: in 4 it would lose more acceptance than all layers together.
+        """
 
         def copy(weight: Linear) -> Linear:
             dense, bias = weight.dense(), weight.bias
@@ -91,7 +112,7 @@ class Transformer:
             )
             for layer in self.layers
         ]
-        return Transformer(self.config, self.embedding, layers, self.norm, copy(self.head))
+        return Transformer(self.config, self.embedding, layers, self.norm, Int8Linear(self.head.dense()))
 
     def new_cache(self, capacity: int) -> KVCache:
         """A cache for this model's keys and values."""
@@ -110,40 +131,45 @@ class Transformer:
             last_only: compute the logits of the last row only.
 
         Returns:
-            [W, V] logits in the working dtype ([1, V] with last_only).
+            [W, V] logits ([1, V] with last_only).
         """
-        config = self.config
-        where = block(positions, config.num_heads, config.num_kv_heads, config.head_dim)
+        where = span(positions, self.config.num_heads // self.config.num_kv_heads)
         rotations = cache.rotations[where.first : where.valid, None]
-        x = F.embedding(tokens, self.embedding).float()
+        room = cache.workspace(len(tokens), self.least_rows, self.layers[0].qkv.dtype)
+        room.stream[: len(tokens)] = F.embedding(tokens, self.embedding)
         for layer, slots in zip(self.layers, cache.layers(where), strict=True):
-            x += self._attention(layer, x, slots, rotations, where)
-            x += self._mlp(layer, x)
-        return self.head(rms_norm(x[-1:] if last_only else x, self.norm)).to(self.dtype)
+            self._attention(layer, room, slots, rotations, where.mask)
+            self._mlp(layer, room)
+        rms_norm(room.stream, self.norm, room.norm, out=room.normed)
+        if not last_only:
+            return self.head(room.normed)[: len(tokens)]
+        last = max(len(tokens) - self.least_rows, 0)  # as few rows as the product takes
+        return self.head(room.normed[last:])[len(tokens) - 1 - last :][:1]
 
     def _attention(
-        self, layer: Layer, x: torch.Tensor, slots: LayerSlots, rotations: torch.Tensor, where: Block
-    ) -> torch.Tensor:
-        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        qkv = layer.qkv(rms_norm(x, layer.attention_norm)).float().view(len(x), -1, dim)
-        if layer.qk_norm is not None:
-            qk = qkv[:, : heads + kv_heads]
-            qk.copy_(rms_norm(qk, layer.qk_norm))
-        q, k, _ = as_pairs(qkv).split((heads, kv_heads, kv_heads), dim=1)
-        rope(q.unflatten(1, (kv_heads, -1)), rotations[:, None], out=where.queries)
-        rope(k, rotations, out=slots.new_keys)
-        slots.new_values.copy_(qkv[:, heads + kv_heads :])
-        return layer.attention_out(attention(where, slots.keys, slots.values))
+        self, layer: Layer, room: Workspace, slots: LayerSlots, rotations: torch.Tensor, mask: torch.Tensor | None
+    ) -> None:
+        rms_norm(room.stream, layer.attention_norm, room.norm, out=room.normed)
+        room.qkv.copy_(layer.qkv(room.normed))
+        if layer.qk_norm is not None and room.qk_norm is not None:
+            rms_norm(room.qk, layer.qk_norm, room.qk_norm, out=room.qk)
+        rope(room.q, rotations[:, None], out=room.attention.queries)
+        rope(room.k, rotations, out=slots.new_keys)
+        slots.new_values.copy_(room.v)
+        attention(room.attention, mask, slots.keys, slots.values)
+        room.stream.add_(layer.attention_out(room.attended))
 
-    def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm)).chunk(2, dim=1)
-        return layer.down(F.silu(gate).mul_(up))
+    def _mlp(self, layer: Layer, room: Workspace) -> None:
+        rms_norm(room.stream, layer.mlp_norm, room.norm, out=room.normed)
+        gate, up = layer.gate_up(room.normed).chunk(2, dim=1)
+        torch.mul(F.silu(gate), up, out=room.activated)
+        room.stream.add_(layer.down(room.activated))
 
 
-def _load_layer(read: Callable[[str], torch.Tensor], prefix: str, config: ModelConfig) -> Layer:
-    def fused(*names: str, bias: bool = False) -> Linear:
-        weight = torch.cat([read(f"{prefix}{name}.weight") for name in names])
-        return linear(weight, torch.cat([read(f"{prefix}{name}.bias") for name in names]) if bias else None)
+def _load_layer(read: Callable[..., torch.Tensor], prefix: str, config: ModelConfig, rows: int) -> Layer:
+    def product(*names: str, bias: bool = False) -> Linear:
+        biases = read(*(f"{prefix}{name}.bias" for name in names)) if bias else None
+        return linear(read(*(f"{prefix}{name}.weight" for name in names)), biases, rows)
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm.of(read(f"{prefix}{name}.weight"), config.rms_norm_eps)
@@ -155,10 +181,10 @@ def _load_layer(read: Callable[[str], torch.Tensor], prefix: str, config: ModelC
         qk_norm = RMSNorm.of(heads, config.rms_norm_eps)
     return Layer(
         attention_norm=norm("input_layernorm"),
-        qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.family.qkv_bias),
+        qkv=product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.family.qkv_bias),
         qk_norm=qk_norm,
-        attention_out=fused("self_attn.o_proj"),
+        attention_out=product("self_attn.o_proj"),
         mlp_norm=norm("post_attention_layernorm"),
-        gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
-        down=fused("mlp.down_proj"),
+        gate_up=product("mlp.gate_proj", "mlp.up_proj"),
+        down=product("mlp.down_proj"),
     )

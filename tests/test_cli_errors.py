@@ -77,7 +77,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (f"--device cuda:{torch.cuda.device_count()}", "is not available: this torch sees"),
         ("--attention flash", "attention must be 'auto' or 'sdpa' in this version, got 'flash'"),
         ("--draft no/such/model.gguf", "no/such/model.gguf: no such file or folder"),
-        ("--draft=", "'ngram', 'self-int8' or None, got ''"),
+        ("--draft=", "'ngram', 'self-int8', 'self-int4' or None, got ''"),
         ("--chat", "this checkpoint has no chat template; pass the prompt as text or token ids"),
         ("--prompt-file x", "argument --prompt-file: not allowed with argument --prompt"),
         ("--logprobs yes", "unrecognized arguments: yes"),
@@ -88,11 +88,11 @@ def test_flags(capsys: pytest.CaptureFixture[str], folder: Path, flags: str, nam
     assert named in refusal(capsys, "generate", str(folder), "--prompt", "012", *length, *flags.split(" "))
 
 
-def test_a_draft_that_this_version_lacks(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_draft_that_does_not_exist(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     """The message must say which drafts there are."""
-    error = refusal(capsys, "generate", str(folder), "--prompt", "0", "--max-length", "64", "--draft", "self-int4")
-    assert "self-int4" in error
-    assert "'ngram', 'self-int8'" in error
+    error = refusal(capsys, "generate", str(folder), "--prompt", "0", "--max-length", "64", "--draft", "self-int3")
+    assert "self-int3" in error
+    assert "'ngram', 'self-int8', 'self-int4'" in error
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Engine: seeds, reuse, log-probabilities, broken models, and what it refuses."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,13 +46,15 @@ def test_the_same_seed_on_a_fresh_engine_and_after_other_texts(drafter: str) -> 
     assert result(engine.generate(PROMPT, **OPTIONS)) == expected
 
 
-def caches(engine: Engine) -> Iterator[tuple[torch.Tensor, int]]:
-    """(keys or values, how many of the committed tokens a round may rely on being there)."""
-    length = int(engine.state.length)
-    yield from ((engine.cache.keys, length - 1), (engine.cache.values, length - 1))
+def poison(engine: Engine, committed: int) -> None:
+    """NaN into every slot that no round may rely on, with so many tokens committed."""
+    valid = {engine.cache: committed - 1}
     if isinstance(engine.drafter, ModelDrafter) and engine.drafter.cache is not engine.cache:
-        cache = engine.drafter.cache
-        yield from ((cache.keys, max(length - 2, 0)), (cache.values, max(length - 2, 0)))
+        valid[engine.drafter.cache] = committed - 2
+    for cache, slots in valid.items():
+        for stale in (cache.keys, cache.values):
+            stale[:, max(slots, 0) :] = math.nan
+        cache.written = cache.capacity
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [12]], ids=["long", "one token"])
@@ -62,12 +63,10 @@ def test_what_a_rolled_back_cache_still_holds_does_not_matter(drafter: str, prom
     options = {**OPTIONS, "max_new_tokens": 35}
     expected = result(cycle_engine(drafter).generate(prompt, **options))
     engine = cycle_engine(drafter)
-    for cache, _ in caches(engine):
-        cache.fill_(math.nan)
+    poison(engine, 0)
     generation = engine.stream(prompt, **options)
     for _ in generation:
-        for cache, valid in caches(engine):
-            cache[:, valid:] = math.nan
+        poison(engine, int(engine.state.length))
     assert result(generation.output) == expected
 
 
@@ -260,7 +259,7 @@ def test_stream_refuses_before_it_is_iterated(arguments: dict[str, Any], named: 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"draft": "self-int3"}, "'ngram', 'self-int8' or None, got 'self-int3'"),
+        ({"draft": "self-int3"}, "'ngram', 'self-int8', 'self-int4' or None, got 'self-int3'"),
         ({"num_draft_tokens": 0}, "num_draft_tokens must be an integer from 1 to 64, got 0"),
         ({"num_draft_tokens": 65}, "num_draft_tokens must be an integer from 1 to 64, got 65"),
         ({"num_draft_tokens": "auto"}, "num_draft_tokens must be an integer from 1 to 64, got 'auto'"),

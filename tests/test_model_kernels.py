@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from fused_spec.kernels.attention import STRIDE, Block, attention, attention_reference, block
+from fused_spec.kernels.attention import STRIDE, HeadBuffers, Span, attention, attention_reference, span
 from fused_spec.kernels.logprob import token_logprobs
-from fused_spec.kernels.rms_norm import RMSNorm, rms_norm, rms_norm_reference
+from fused_spec.kernels.rms_norm import NormBuffers, RMSNorm, rms_norm, rms_norm_reference
 from fused_spec.kernels.rope import as_pairs, rope, rope_frequencies, rope_reference, rope_table
 
 
@@ -20,8 +20,16 @@ def test_rms_norm(dtype: torch.dtype, eps: float, scale: float) -> None:
     x[1] = 0
     weight = torch.randn(5, 48).to(dtype)
     exact = rms_norm_reference(x, weight, eps)
-    ours = rms_norm(x, RMSNorm.of(weight, eps))
-    assert ((ours.double() - exact).abs() <= exact.abs() * (24 + 8) * 2.0**-24).all()
+    for out in (torch.empty_like(x), x):  # in place as well
+        rms_norm(x, RMSNorm.of(weight, eps), NormBuffers.like(x), out=out)
+        assert ((out.double() - exact).abs() <= exact.abs() * (24 + 8) * 2.0**-24).all()
+
+
+def test_rms_norm_into_bfloat16() -> None:
+    x, weight, out = torch.randn(3, 48), torch.randn(48), torch.empty(3, 48, dtype=torch.bfloat16)
+    rms_norm(x, RMSNorm.of(weight, 1e-5), NormBuffers.like(x), out=out)
+    exact = rms_norm_reference(x, weight, 1e-5)
+    assert ((out.double() - exact).abs() <= exact.abs() * 2.0**-8).all()
 
 
 def test_rope() -> None:
@@ -40,13 +48,15 @@ def test_rope_table_has_the_amplitude() -> None:
     torch.testing.assert_close(table.abs(), torch.full((5, 4), 1.25))
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> tuple[torch.Tensor, Block]:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> tuple[torch.Tensor, Span]:
     """Queries [W, H, D] over a cache [capacity, Hkv, D], as a layer does it."""
     width, heads, dim = q.shape
-    where = block(torch.arange(first, first + width), heads, k.shape[1], dim)
-    where.queries.copy_(as_pairs(q).unflatten(1, (k.shape[1], -1)))
-    keys, values = (buffer[None, : where.end].transpose(1, 2) for buffer in (k, v))
-    return attention(where, keys, values).view(width, heads, dim), where
+    where = span(torch.arange(first, first + width), heads // k.shape[1])
+    out = torch.full((width, heads * dim), math.nan)
+    buffers = HeadBuffers.of(out, k.shape[1], dim)
+    buffers.queries.copy_(as_pairs(q).unflatten(1, (k.shape[1], -1)))
+    attention(buffers, where.mask, *(buffer[None, : where.end].transpose(1, 2) for buffer in (k, v)))
+    return out.view(width, heads, dim), where
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (8, 1), (14, 2)])
@@ -57,7 +67,7 @@ def test_attention(heads: int, kv_heads: int, first: int, width: int) -> None:
     k, v = torch.randn(2, 4 * STRIDE + 128, kv_heads, 16)
     k[first + width :], v[first + width :] = 1e4, 1e4
     q = torch.randn(width, heads, 16)
-    where = block(torch.arange(first, first + width), heads, kv_heads, 16)
+    where = span(torch.arange(first, first + width), heads // kv_heads)
     k[where.end :], v[where.end :] = math.nan, math.nan
     ours, _ = attend(q, k, v, first)
     exact = attention_reference(q, k, v, torch.arange(first, first + width))

@@ -53,6 +53,7 @@ def test_poisoned_slots_change_nothing(draft: str, temperature: float) -> None:
             valid = length - 1 if cache is engine.cache else length - 2
             for stale in (cache.keys, cache.values):
                 stale[:, valid:] = torch.nan
+            cache.written = cache.capacity
     assert generation.output.token_ids == clean.token_ids
     assert generation.output.stats.accepted == clean.stats.accepted
     scratch = VERIFIER.new_cache(256)

@@ -51,15 +51,42 @@ def test_logits_are_those_of_transformers(tmp_path: Path, heads: int, kv_heads: 
         torch.testing.assert_close(last, rows[-1][-1:], rtol=1e-4, atol=1e-4)
 
 
-def test_dtype_and_cache_of_the_cpu(tmp_path: Path) -> None:
-    """Weights and logits in the working dtype; keys and values in float32, which a CPU attends to faster."""
+@pytest.mark.parametrize("rows", [1, 5])
+def test_bfloat16_on_a_cpu(tmp_path: Path, rows: int) -> None:
+    """Every layout of bfloat16 weights gives the logits of float32 to what rounding to 8 bits leaves of them."""
     config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    tokens = torch.arange(20)
+    logits = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with open_checkpoint(tmp_path) as checkpoint, torch.inference_mode():
+            model = Transformer.load(checkpoint, dtype, torch.device("cpu"), rows=rows)
+            cache = model.new_cache(20)
+            logits.append(model.forward(tokens, torch.arange(20), cache))
+            assert logits[-1].dtype == model.logits_dtype
+        assert (cache.keys.dtype, cache.capacity) == (torch.float32, 128)
+    # 2 layers of 4 products in a row, the head and the embedding: ten roundings of half an eps, all the same way
+    assert (logits[0] - logits[1]).abs().max() < 5 * torch.finfo(torch.bfloat16).eps * logits[0].abs().max()
+
+
+def test_one_row_comes_out_like_a_block(tmp_path: Path) -> None:
+    """Bit for bit, in bfloat16: greedy text is the same with a draft and without one."""
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=96, intermediate_size=128, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     with open_checkpoint(tmp_path) as checkpoint:
-        model = Transformer.load(checkpoint, torch.bfloat16, torch.device("cpu"))
-    cache = model.new_cache(10)
+        model = Transformer.load(checkpoint, torch.bfloat16, torch.device("cpu"), rows=5)
+    tokens = torch.randint(0, 96, (270,))
     with torch.inference_mode():
-        logits = model.forward(torch.tensor([1, 2]), torch.arange(2), cache)
-    assert (logits.dtype, cache.keys.dtype, cache.capacity) == (torch.bfloat16, torch.float32, 128)
+        expected = model.forward(tokens[:100], torch.arange(100), cache := model.new_cache(280))[-1]
+        single = torch.cat([model.forward(tokens[i : i + 1], torch.tensor([i]), cache) for i in range(100, 270)])
+        for width in (2, 5, 8):
+            block = model.new_cache(280)
+            assert torch.equal(model.forward(tokens[:100], torch.arange(100), block)[-1], expected)
+            for first in range(100, 270 - width, width):
+                rows = model.forward(tokens[first : first + width], torch.arange(first, first + width), block)
+                assert torch.equal(rows, single[first - 100 : first - 100 + width])
