@@ -136,7 +136,7 @@ class Engine:
         check_engine_options(rule, num_draft_tokens, max_length, attention)
         check_draft_name(draft)
         place, number = resolve_device(device), resolve_dtype(dtype)
-        rows = 1 if draft is None else num_draft_tokens + 1
+        rows = 1 if draft in (None, "ngram") else num_draft_tokens + 1  # what most forward passes of the target have
         with open_checkpoint(target) as checkpoint:
             tokenizer = checkpoint.tokenizer()
             if draft is None or draft in NAMED_DRAFTS:

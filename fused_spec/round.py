@@ -110,10 +110,14 @@ def decode_round(
 ) -> None:
     """Draft m tokens, run the verifier over m + 1, accept and commit."""
     drafts = drafter.propose(state, sampling)
-    positions = state.length - 1 + state.slots
+    if drafts.logits is None and state.tokens.device.type == "cpu":  # no graph to keep in shape: only what is there
+        present = int((drafts.token_ids[0] >= 0).cumprod(0).sum())
+        drafts = drafts._replace(token_ids=drafts.token_ids[:, :present])
+    ids = drafts.token_ids[0]
+    positions = state.length - 1 + state.slots[: len(ids) + 1]
     # A missing draft (-1), or one that only the drafter's padded vocabulary has, still needs an id to look up: its row
     # and those after it are never used.
-    block = torch.cat([state.tokens[state.length - 1], drafts.token_ids[0]]).clamp(0, verifier.config.vocab_size - 1)
+    block = torch.cat([state.tokens[state.length - 1], ids]).clamp(0, verifier.config.vocab_size - 1)
     logits = verifier.forward(block, positions, cache)
     verify(
         logits[None],
@@ -123,12 +127,12 @@ def decode_round(
         seed=state.seed,
         position=state.length,
         draft_stats=drafts.stats,
-        out=state.verification,
+        out=state.verification.first(len(ids)),
         **sampling.options(),
     )
     if with_logprobs:
-        state.logprobs.copy_(token_logprobs(logits, state.verification.token_ids[0]))
-    state.drafted.copy_((drafts.token_ids[0] >= 0).cumprod(0).sum(0, keepdim=True))
+        state.logprobs[: len(ids) + 1] = token_logprobs(logits, state.verification.token_ids[0, : len(ids) + 1])
+    state.drafted.copy_((ids >= 0).cumprod(0).sum(0, keepdim=True))
     commit(state, state.verification.token_ids[0], state.verification.num_accepted + 1, ignore_stop_ids)
 
 

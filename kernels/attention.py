@@ -5,10 +5,10 @@
 Query head h reads key/value head h // G, G = H / Hkv. Grouped heads: Ainslie et al. 2023, arXiv 2305.13245.
 
 A row of a narrow block must come out the same bits wherever in a block it stands and however wide the block is, or
-greedy text would depend on what was drafted. In torch's CPU kernel the bits of a row depend on two sizes: on the number
-of slots, so narrow blocks attend to whole strides with what is not valid yet masked; and on the number of query rows
-that are multiplied at once, so it is made a multiple of four. Such rows are the query heads of a group, which read the
-same keys.
+greedy text would depend on what was drafted. In torch's CPU kernel the bits of a row depend on two sizes. One is the
+number of slots it looks at: here that is its own position rounded up to a whole stride, whatever the block, and what it
+may not see is masked. The other is the number of query rows that are multiplied at once: a multiple of four here. Such
+rows are the query heads of a group, which read the same keys.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,26 @@ import torch.nn.functional as F
 
 from fused_spec.kernels.rope import as_pairs
 
-STRIDE = 128
-"""Slots that narrow blocks attend to are a multiple of this; so is a cache's capacity."""
+STRIDE = 64
+"""The number of slots that a narrow block's row looks at is a multiple of this; so is a cache's capacity."""
 
 _ROWS = 4
 _NARROW = 128
 """Widest block that is decoded rather than prefilled: 64 drafts and one more, with room to spare."""
+
+
+class Part(NamedTuple):
+    """Some tokens of a block, which look at the same slots.
+
+    Attributes:
+        tokens: which, counted from the start of the block.
+        end: number of slots that are looked at.
+        mask: what is added to scores, 0 or -inf: [rows, end], for all rows of the block; None if plainly causal.
+    """
+
+    tokens: slice
+    end: int
+    mask: torch.Tensor | None
 
 
 class Span(NamedTuple):
@@ -33,14 +47,17 @@ class Span(NamedTuple):
     Attributes:
         first: slot of the block's first token.
         valid: number of slots that are valid once the block is written.
-        end: number of slots that are looked at; those from `valid` on must hold finite numbers.
-        mask: what is added to scores, 0 or -inf, [rows, end]; None for a plainly causal block.
+        parts: one, or one for each stride that a narrow block has tokens in.
     """
 
     first: int
     valid: int
-    end: int
-    mask: torch.Tensor | None
+    parts: list[Part]
+
+    @property
+    def end(self) -> int:
+        """Number of slots that any token looks at; those from `valid` on must hold finite numbers."""
+        return self.parts[-1].end
 
 
 def span(positions: torch.Tensor, group: int) -> Span:
@@ -48,10 +65,15 @@ def span(positions: torch.Tensor, group: int) -> Span:
     first, width = int(positions[0]), positions.numel()
     valid = first + width
     if width > _NARROW:
-        return Span(first, valid, valid, _hide_later(positions, valid) if first else None)
-    end = -(-valid // STRIDE) * STRIDE
+        mask = _hide_later(positions, valid) if first else None
+        return Span(first, valid, [Part(slice(0, width), valid, mask)])
     rows = F.pad(positions.repeat_interleave(group), (0, -width * group % _ROWS), value=first)
-    return Span(first, valid, end, _hide_later(rows, end))
+    whole = _hide_later(rows, -(-valid // STRIDE) * STRIDE)
+    parts = []
+    for end in range((first // STRIDE + 1) * STRIDE, whole.shape[1] + 1, STRIDE):
+        tokens = slice(max(end - STRIDE - first, 0), min(end - first, width))
+        parts.append(Part(tokens, end, whole if end == whole.shape[1] else whole[:, :end].contiguous()))
+    return Span(first, valid, parts)
 
 
 def _hide_later(positions: torch.Tensor, end: int) -> torch.Tensor:
@@ -90,17 +112,28 @@ class HeadBuffers:
         return cls(as_pairs(queries), rows, used, heads.transpose(0, 1))
 
 
-def attention(buffers: HeadBuffers, mask: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor) -> None:
+def attention(buffers: HeadBuffers, where: Span, k: torch.Tensor, v: torch.Tensor) -> None:
     """Attend to the slots of one layer's cache.
 
     Args:
         buffers: hold the layer's queries, and take its results.
-        mask: of the block's span.
+        where: the block's span.
         k, v: [1, Hkv, end, D] float32, the slots that the span looks at, the block's own among them.
     """
-    wide = k.shape[1] != buffers.rows.shape[1] or mask is None
-    out = F.scaled_dot_product_attention(buffers.rows, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=wide)
-    buffers.results.copy_(out[0, :, : buffers.used].view(buffers.results.shape))
+    grouped = k.shape[1] == buffers.rows.shape[1]
+    for part in where.parts:
+        if part.end < where.end:  # a block on both sides of a stride's end: every row is computed for each side
+            keys, values = k[:, :, : part.end], v[:, :, : part.end]
+        else:
+            keys, values = k, v
+        out = F.scaled_dot_product_attention(
+            buffers.rows, keys, values, attn_mask=part.mask, is_causal=part.mask is None, enable_gqa=not grouped
+        )
+        results = out[0, :, : buffers.used].view(buffers.results.shape)
+        if len(where.parts) == 1:
+            buffers.results.copy_(results)
+        else:
+            buffers.results[:, part.tokens] = results[:, part.tokens]
 
 
 def attention_reference(

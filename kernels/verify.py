@@ -40,6 +40,19 @@ class Verification:
     tv_gain: torch.Tensor
     error: torch.Tensor
 
+    def first(self, num_drafts: int) -> "Verification":
+        """Views for fewer drafts than there is room for; what lies beyond says that nothing was tested there."""
+        self.token_ids[:, num_drafts + 1 :] = -1
+        self.accept_prob[:, num_drafts:] = torch.nan
+        self.tv_gain[:, num_drafts:] = torch.nan
+        return Verification(
+            self.token_ids[:, : num_drafts + 1],
+            self.num_accepted,
+            self.accept_prob[:, :num_drafts],
+            self.tv_gain[:, :num_drafts],
+            self.error,
+        )
+
     @classmethod
     def empty(cls, batch: int, num_drafts: int, device: torch.device | str = "cpu") -> "Verification":
         """Uninitialised outputs for B requests of m drafts, to be passed as `out=`."""

@@ -14,7 +14,7 @@ from fused_spec.models.workspace import Workspace
 class LayerSlots(NamedTuple):
     """What one layer sees of the cache during a forward pass; views, not copies."""
 
-    new_keys: torch.Tensor  # [W, Hkv, D/2] complex64, rotary pairs: where the block's keys go
+    new_keys: torch.Tensor  # [W, Hkv, 1, D/2] complex64, rotary pairs: where the block's keys go
     new_values: torch.Tensor  # [W, Hkv, D]
     keys: torch.Tensor  # [1, Hkv, end, D]
     values: torch.Tensor  # [1, Hkv, end, D]
@@ -38,8 +38,8 @@ class KVCache:
         self.rotations = rope_table(config.rope_frequencies, capacity, config.rope_amplitude).to(device)
         self.written = 0
         self._config = config
-        # a sequence has few widths: prefill, the rest of it, drafting, verification
-        self.workspace = functools.lru_cache(maxsize=4)(self._workspace)
+        # a sequence has few widths: prefill, the rest of it, drafting, verification of as many drafts as there are
+        self.workspace = functools.lru_cache(maxsize=8)(self._workspace)
 
     @property
     def capacity(self) -> int:
@@ -55,7 +55,7 @@ class KVCache:
         self.written = self.written if self.written > where.end else where.valid
         new = slice(where.first, where.valid)
         views = (
-            as_pairs(self.keys[:, new]),
+            as_pairs(self.keys[:, new, :, None]),
             self.values[:, new],
             self.keys[:, None, : where.end].transpose(2, 3),
             self.values[:, None, : where.end].transpose(2, 3),

@@ -6,9 +6,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-_FEW_ROWS = 3
-"""Up to so many rows, reading half-precision weights is what a product waits for; from there on it is arithmetic."""
-
 
 class Linear(Protocol):
     """y = x W^T + b for rows x [R, in]; gives [R, out].
@@ -28,10 +25,10 @@ class Linear(Protocol):
         """The weight [out, in] as a plain matrix, of any dtype."""
 
 
-def linear(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Linear:
-    """The fastest product there is for a weight [out, in] in the working dtype, if it mostly multiplies `rows` rows."""
+def linear(weight: torch.Tensor, bias: torch.Tensor | None, few_rows: bool) -> Linear:
+    """The fastest product there is for a weight [out, in] in the working dtype, mostly with few rows or with more."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-        if rows <= _FEW_ROWS and _has_half_product() and weight.abs().max() < torch.finfo(torch.float16).max:
+        if few_rows and _has_half_product() and weight.abs().max() < torch.finfo(torch.float16).max:
             return HalfLinear(weight, bias)
         if _has_packed_product():
             return PackedLinear(weight, bias)

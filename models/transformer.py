@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from fused_spec.kernels.attention import attention, span
+from fused_spec.kernels.attention import Span, attention, span
 from fused_spec.kernels.rms_norm import RMSNorm, rms_norm
 from fused_spec.kernels.rope import rope
 from fused_spec.models.checkpoint import Checkpoint
@@ -21,6 +21,10 @@ from fused_spec.models.kv_cache import KVCache, LayerSlots
 from fused_spec.models.linear import Linear, linear
 from fused_spec.models.quantized_linear import Int4Linear, Int8Linear
 from fused_spec.models.workspace import Workspace
+
+_FEW_ROWS, _FEW_ROWS_OF_SMALL_MODELS, _SMALL = 3, 5, 1024
+"""Rows up to which products for few rows are the faster ones. With a hidden size up to 1024 more time goes into getting
+in and out of products than into themselves, and those have less to do there."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Transformer:
         `rows` is how many tokens most forward passes will have, for which the weights are laid out: 1 for plain
         decoding, m + 1 for verification.
         """
+        few = rows <= (_FEW_ROWS_OF_SMALL_MODELS if checkpoint.config.hidden_size <= _SMALL else _FEW_ROWS)
         config, shapes = checkpoint.config, expected_shapes(checkpoint.config)
         with tqdm(total=len(shapes), desc=checkpoint.path.name, unit="tensor", disable=None) as progress:
 
@@ -87,9 +92,9 @@ class Transformer:
                 return stacked
 
             embedding = read("model.embed_tokens.weight")
-            layers = [_load_layer(read, f"model.layers.{i}.", config, rows) for i in range(config.num_layers)]
+            layers = [_load_layer(read, f"model.layers.{i}.", config, few) for i in range(config.num_layers)]
             norm = RMSNorm.of(read("model.norm.weight"), config.rms_norm_eps)
-            head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"), None, rows)
+            head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"), None, few)
         return cls(config, embedding, layers, norm, head)
 
     def quantized(self, bits: int) -> "Transformer":
@@ -134,29 +139,30 @@ class Transformer:
             [W, V] logits ([1, V] with last_only).
         """
         where = span(positions, self.config.num_heads // self.config.num_kv_heads)
-        rotations = cache.rotations[where.first : where.valid, None]
+        rotations = cache.rotations[where.first : where.valid, None, None]
         room = cache.workspace(len(tokens), self.least_rows, self.layers[0].qkv.dtype)
         room.stream[: len(tokens)] = F.embedding(tokens, self.embedding)
         for layer, slots in zip(self.layers, cache.layers(where), strict=True):
-            self._attention(layer, room, slots, rotations, where.mask)
+            self._attention(layer, room, slots, rotations, where)
             self._mlp(layer, room)
         rms_norm(room.stream, self.norm, room.norm, out=room.normed)
+        normed = room.normed.to(self.head.dtype)
         if not last_only:
-            return self.head(room.normed)[: len(tokens)]
+            return self.head(normed)[: len(tokens)]
         last = max(len(tokens) - self.least_rows, 0)  # as few rows as the product takes
-        return self.head(room.normed[last:])[len(tokens) - 1 - last :][:1]
+        return self.head(normed[last:])[len(tokens) - 1 - last :][:1]
 
     def _attention(
-        self, layer: Layer, room: Workspace, slots: LayerSlots, rotations: torch.Tensor, mask: torch.Tensor | None
+        self, layer: Layer, room: Workspace, slots: LayerSlots, rotations: torch.Tensor, where: Span
     ) -> None:
         rms_norm(room.stream, layer.attention_norm, room.norm, out=room.normed)
         room.qkv.copy_(layer.qkv(room.normed))
         if layer.qk_norm is not None and room.qk_norm is not None:
             rms_norm(room.qk, layer.qk_norm, room.qk_norm, out=room.qk)
-        rope(room.q, rotations[:, None], out=room.attention.queries)
+        rope(room.q, rotations, out=room.attention.queries)
         rope(room.k, rotations, out=slots.new_keys)
         slots.new_values.copy_(room.v)
-        attention(room.attention, mask, slots.keys, slots.values)
+        attention(room.attention, where, slots.keys, slots.values)
         room.stream.add_(layer.attention_out(room.attended))
 
     def _mlp(self, layer: Layer, room: Workspace) -> None:
@@ -166,10 +172,10 @@ class Transformer:
         room.stream.add_(layer.down(room.activated))
 
 
-def _load_layer(read: Callable[..., torch.Tensor], prefix: str, config: ModelConfig, rows: int) -> Layer:
+def _load_layer(read: Callable[..., torch.Tensor], prefix: str, config: ModelConfig, few: bool) -> Layer:
     def product(*names: str, bias: bool = False) -> Linear:
         biases = read(*(f"{prefix}{name}.bias" for name in names)) if bias else None
-        return linear(read(*(f"{prefix}{name}.weight" for name in names)), biases, rows)
+        return linear(read(*(f"{prefix}{name}.weight" for name in names)), biases, few)
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm.of(read(f"{prefix}{name}.weight"), config.rms_norm_eps)

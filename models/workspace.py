@@ -19,7 +19,7 @@ class Workspace:
         normed: [R, hidden] working dtype, what goes into a layer's products.
         norm: for normalising the stream.
         qkv: [R, (H + 2 Hkv) D] float32. heads: its first W rows as [W, H + 2 Hkv, D].
-        q, k, v: of the first W rows: [W, Hkv, G, D/2] and [W, Hkv, D/2] complex64, rotary pairs, and [W, Hkv, D].
+        q, k, v: of the first W rows: [W, Hkv, G, D/2] and [W, Hkv, 1, D/2] complex64, rotary pairs, and [W, Hkv, D].
         qk: [W, H + Hkv, D], what q/k norm works on. qk_norm: room for it.
         attended: [R, H D] working dtype, the results of attention. attention: the way there.
         activated: [R, inner] working dtype, what goes into the last product of a layer.
@@ -38,7 +38,8 @@ class Workspace:
         self.qkv = zeros((heads + 2 * kv_heads) * dim, torch.float32)
         self.heads = self.qkv[:width].view(width, -1, dim)
         q, k, _ = as_pairs(self.heads).split((heads, kv_heads, kv_heads), dim=1)
-        self.q, self.k, self.v = q.unflatten(1, (kv_heads, -1)), k, self.heads[:, heads + kv_heads :]
+        self.q, self.k = q.unflatten(1, (kv_heads, -1)), k.unflatten(1, (kv_heads, -1))
+        self.v = self.heads[:, heads + kv_heads :]
         self.qk = self.heads[:, : heads + kv_heads]
         self.qk_norm = NormBuffers.like(self.qk) if config.family.qk_norm else None
         self.attended = zeros(heads * dim)

@@ -6,12 +6,16 @@ If there is none, the result is "machine busy", not a regression.
 """
 
 import os
+import platform
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from statistics import median
+from typing import Any
 
 import pytest
+import torch
 
 MOST_FOREIGN = 0.05
 """Largest share of the machine's CPU time that others may use during a sample that counts."""
@@ -81,14 +85,25 @@ class Turns:
         return quiet
 
 
-def take_turns(variants: dict[str, Callable[[], float | None]], turns: int, most_turns: int | None = None) -> Turns:
-    """Times the variants in turn until `turns` turns were quiet, at most `most_turns` (twice as many by default)."""
+def take_turns(variants: dict[str, Callable[[], float | None]], turns: int, benchmark: Any = None) -> Turns:
+    """Times the variants in turn. With pytest-benchmark's fixture, the first of them is what it reports."""
     result = Turns({name: [] for name in variants})
-    for _ in range(most_turns or 2 * turns):
-        for name, call in variants.items():
-            result.samples[name].append(timed(call))
-        if len(result.quiet) >= turns:
-            break
+
+    def run(name: str) -> None:
+        result.samples[name].append(timed(variants[name]))
+
+    first, *others = variants
+    if benchmark is None:
+        for _ in range(turns):
+            for name in (*others, first):
+                run(name)
+    else:
+
+        def others_first() -> None:
+            for name in others:
+                run(name)
+
+        benchmark.pedantic(run, args=(first,), setup=others_first, rounds=turns)
     return result
 
 
@@ -97,3 +112,19 @@ def table(rows: Iterable[tuple[str, ...]]) -> str:
     cells = list(rows)
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on: processor, threads and versions."""
+    with open("/proc/cpuinfo") as lines:
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }

@@ -68,16 +68,16 @@ def test_a_row_is_the_same_bits_among_any_rows(kind: Callable[..., Linear], out:
 
 def test_which_product_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(32, 32)
-    assert isinstance(linear(weight, None, 1), DenseLinear)
-    assert isinstance(linear(weight.half(), None, 1), DenseLinear)
-    assert isinstance(linear(weight.bfloat16(), None, 4), PackedLinear)
+    assert isinstance(linear(weight, None, few_rows=True), DenseLinear)
+    assert isinstance(linear(weight.half(), None, few_rows=True), DenseLinear)
+    assert isinstance(linear(weight.bfloat16(), None, few_rows=False), PackedLinear)
     monkeypatch.setattr(linear_module, "_has_half_product", lambda: True)
-    assert isinstance(linear(weight.bfloat16(), None, 3), HalfLinear)
-    assert isinstance(linear(weight.bfloat16() * 1e5, None, 3), PackedLinear)  # beyond float16
+    assert isinstance(linear(weight.bfloat16(), None, few_rows=True), HalfLinear)
+    assert isinstance(linear(weight.bfloat16() * 1e5, None, few_rows=True), PackedLinear)  # beyond float16
     without(monkeypatch, linear_module, "_has_half_product")
-    assert isinstance(linear(weight.bfloat16(), None, 1), PackedLinear)
+    assert isinstance(linear(weight.bfloat16(), None, few_rows=True), PackedLinear)
     without(monkeypatch, linear_module, "_has_packed_product")
-    assert isinstance(linear(weight.bfloat16(), None, 1), DenseLinear)
+    assert isinstance(linear(weight.bfloat16(), None, few_rows=True), DenseLinear)
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, HalfLinear])

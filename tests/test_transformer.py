@@ -67,7 +67,7 @@ def test_bfloat16_on_a_cpu(tmp_path: Path, rows: int) -> None:
             cache = model.new_cache(20)
             logits.append(model.forward(tokens, torch.arange(20), cache))
             assert logits[-1].dtype == model.logits_dtype
-        assert (cache.keys.dtype, cache.capacity) == (torch.float32, 128)
+        assert (cache.keys.dtype, cache.capacity) == (torch.float32, 64)
     # 2 layers of 4 products in a row, the head and the embedding: ten roundings of half an eps, all the same way
     assert (logits[0] - logits[1]).abs().max() < 5 * torch.finfo(torch.bfloat16).eps * logits[0].abs().max()
 

@@ -1,0 +1,75 @@
+"""`fs.verify` at V=151936 against a log-sum-exp over the same rows, and against storing probabilities: `make perf`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fused_spec as fs
+from quiet import table, take_turns
+
+V = 151936
+
+
+def case(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+    """Logits [1, R, V] and [1, R-1, V] in bfloat16, drafts and their statistics. Draft and verifier nearly agree."""
+    torch.manual_seed(rows)
+    target = (torch.randn(1, rows, V) * 3).bfloat16()
+    draft = (target[:, :-1].float() + 0.3 * torch.randn(1, rows - 1, V)).bfloat16()
+    drawn = fs.sample(draft[0], seed=1, position=torch.arange(rows - 1) + 5)
+    statistics = (drawn.lse[None], drawn.cutoff[None], drawn.logprob[None])
+    return target, draft, drawn.token_ids[None], statistics
+
+
+@pytest.mark.parametrize(("rows", "most"), [(6, 3.0), (21, 2.5)])
+def test_verify(rows: int, most: float, benchmark: Any, figures: dict[str, Any], say: Callable[[str], None]) -> None:
+    """All rows are looked at: the last draft is rejected. The baseline keeps p and q in buffers of its own."""
+    target, draft, ids, statistics = case(rows)
+    uniforms = torch.zeros(1, rows - 1)
+    uniforms[0, -1] = 1 - 2.0**-24
+    p, q = torch.empty(rows - 1, V), torch.empty(rows, V)
+
+    def verify() -> None:
+        out = fs.verify(
+            target, ids, draft, rule=fs.SpeculativeSampling(), seed=1, position=5, draft_stats=statistics,
+            uniforms=uniforms,
+        )  # fmt: skip
+        assert int(out.num_accepted) >= rows - 2
+
+    def materialised() -> None:
+        torch.softmax(target[0], -1, dtype=torch.float32, out=q)
+        torch.softmax(draft[0], -1, dtype=torch.float32, out=p)
+        p.gather(1, ids[0, :, None])
+        q[:-1].gather(1, ids[0, :, None])
+        torch.multinomial((q[rows - 2] - p[rows - 2]).clamp_(min=0), 1)
+
+    def repeated(call: Callable[[], object]) -> Callable[[], None]:
+        def calls() -> None:
+            for _ in range(100):
+                call()
+
+        calls()
+        return calls
+
+    with torch.inference_mode():
+        calls = {
+            "verify": repeated(verify),
+            "logsumexp": repeated(lambda: torch.logsumexp(target, -1)),
+            "materialised": repeated(materialised),
+        }
+        turns = take_turns(calls, 7, benchmark)
+    over_logsumexp, over_materialised = turns.ratio("logsumexp", "verify"), turns.ratio("verify", "materialised")
+    shown = [("", "ms"), *((name, f"{turns.seconds(name) * 10:.3f}") for name in calls)]
+    say(
+        f"verify, R={rows}: {over_logsumexp:.2f} log-sum-exps, {over_materialised:.2f} times as fast as materialised\n"
+        f"{table(shown)}\nothers used {turns.foreign:.1%} of the CPU time; {len(turns.quiet)} quiet turns"
+    )
+    figures[f"verify_{rows}_rows"] = {
+        "logsumexps": over_logsumexp,
+        "over_materialised": over_materialised,
+        "foreign_cpu_share": turns.foreign,
+    }
+    assert over_logsumexp <= most
+    if rows == 6:
+        assert over_materialised >= 2
