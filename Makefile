@@ -10,7 +10,7 @@ PINS := pyproject.toml constraints.txt
 # Two pips in one environment would trip over each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types format clean
+.PHONY: help demo test perf lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,10 @@ demo: $(VENV)/run.stamp $(VENV)/weights.stamp  ## generate text with a small rea
 # Two workers of one thread each: OpenMP threads that share cores with anything else spend their time waiting.
 test: $(VENV)/test.stamp $(VENV)/weights.stamp  ## run the tests; PYTEST_ARGS="-k rules"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# Timing: one process, nothing beside it. FIGURES= keeps what was measured.
+perf: $(VENV)/test.stamp $(VENV)/weights.stamp  ## run the benchmarks, on a quiet machine; FIGURES=perf/results/x.json
+	$(BIN)/pytest perf -p no:xdist $(if $(FIGURES),--figures $(FIGURES)) $(PYTEST_ARGS)
 
 lint: $(VENV)/ruff.stamp  ## ruff: rules and formatting
 	$(BIN)/ruff check

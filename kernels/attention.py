@@ -23,7 +23,7 @@ STRIDE = 64
 """The number of slots that a narrow block's row looks at is a multiple of this; so is a cache's capacity."""
 
 _ROWS = 4
-_NARROW = 128
+NARROW = 128
 """Widest block that is decoded rather than prefilled: 64 drafts and one more, with room to spare."""
 
 
@@ -64,7 +64,7 @@ def span(positions: torch.Tensor, group: int) -> Span:
     """The span of a block at consecutive positions [W], for G query heads in a group; reads the first on the host."""
     first, width = int(positions[0]), positions.numel()
     valid = first + width
-    if width > _NARROW:
+    if width > NARROW:
         mask = _hide_later(positions, valid) if first else None
         return Span(first, valid, [Part(slice(0, width), valid, mask)])
     rows = F.pad(positions.repeat_interleave(group), (0, -width * group % _ROWS), value=first)
@@ -102,7 +102,7 @@ class HeadBuffers:
         """Buffers for results in `out` [W, H D], of any dtype."""
         heads = out.unflatten(1, (kv_heads, -1, head_dim))  # [W, Hkv, G, D]
         width, _, group, _ = heads.shape
-        if width > _NARROW:
+        if width > NARROW:
             rows = out.new_zeros(1, kv_heads * group, width, head_dim, dtype=torch.float32)
             queries = rows.view(kv_heads, group, width, head_dim).permute(2, 0, 1, 3)
             return cls(as_pairs(queries), rows, width, heads.permute(1, 2, 0, 3))

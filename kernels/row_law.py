@@ -178,9 +178,9 @@ def _few_survivors(
 ) -> RowLaw | None:
     """The law of a row of which top-k or top-p leaves few tokens, from its largest logits; None if these do not do."""
     temperature, top_k, top_p, min_p = processing
-    if not (0 < top_k <= _FEW // 2 or (top_k == 0 and top_p < 1)) or vocab_size <= _FEW:
+    if not (0 < top_k <= _FEW - 16 or (top_k == 0 and top_p < 1)) or vocab_size <= _FEW:
         return None
-    values, ids = largest(row, 2 * top_k + 32 if top_k else _FEW)  # more than k: others may share the last place
+    values, ids = largest(row, top_k + 16 if top_k else _FEW)  # more than k: others may share the last place
     z = (values / temperature).tolist()
     peak = z[0]
     if not math.isfinite(peak):

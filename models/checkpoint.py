@@ -81,6 +81,14 @@ class Checkpoint:
         halves = not self.source.interleaved and _ROTATED.fullmatch(name)
         return interleave_halves(weight, self.config.head_dim) if halves else weight
 
+    def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor that stays in its file, for reading a row now and then; None unless it is there in `dtype`.
+
+        Its values are not checked: `tensor` does that.
+        """
+        weight = self.source.mapped(name)
+        return weight if weight is not None and weight.dtype == dtype else None
+
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer that came with the weights, or None when there is none.
 
@@ -208,7 +216,7 @@ class Source(Protocol):
     """The tensors of one or several files, by their Hugging Face names.
 
     `interleaved` says in which order the rows of queries and keys are stored; `fields` is a GGUF file's metadata, None
-    elsewhere. `load` gives a copy, in `dtype` or the stored one.
+    elsewhere. `load` gives a copy, in `dtype` or the stored one; `mapped` what is in the file, where it can be used so.
     """
 
     @property
@@ -220,4 +228,5 @@ class Source(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def file_of(self, name: str) -> str: ...
     def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+    def mapped(self, name: str) -> torch.Tensor | None: ...
     def close(self) -> None: ...

@@ -98,6 +98,10 @@ class _Entry(SafetensorsFiles):
             weight = self._original.tensor(name, self._dtype)
         return weight.to(dtype or self._dtype)
 
+    def mapped(self, name: str) -> torch.Tensor | None:
+        """A tensor that stays in the entry, if none was found damaged."""
+        return None if self._damaged else super().mapped(name)
+
     def close(self) -> None:
         """Closes the GGUF file too."""
         self._original.close()

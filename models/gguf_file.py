@@ -146,6 +146,10 @@ class GGUFFile:
             part.copy_(_values(raw.reshape(len(part), -1), info.type))
         return out
 
+    def mapped(self, name: str) -> torch.Tensor | None:
+        """None: most tensors of such files need converting."""
+        return None
+
     def close(self) -> None:
         """Nothing is open between two calls."""
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from fused_spec.kernels.attention import STRIDE, Span
+from fused_spec.kernels.attention import NARROW, STRIDE, Span
 from fused_spec.kernels.rope import as_pairs, rope_table
 from fused_spec.models.config import ModelConfig
 from fused_spec.models.workspace import Workspace
@@ -38,8 +38,8 @@ class KVCache:
         self.rotations = rope_table(config.rope_frequencies, capacity, config.rope_amplitude).to(device)
         self.written = 0
         self._config = config
-        # a sequence has few widths: prefill, the rest of it, drafting, verification of as many drafts as there are
-        self.workspace = functools.lru_cache(maxsize=8)(self._workspace)
+        # a sequence is decoded in few widths: drafting, and verification of as many drafts as there are
+        self._kept_workspace = functools.lru_cache(maxsize=8)(self._workspace)
 
     @property
     def capacity(self) -> int:
@@ -62,6 +62,9 @@ class KVCache:
         )
         return [LayerSlots(*slots) for slots in zip(*(view.unbind(0) for view in views), strict=True)]
 
+    def workspace(self, width: int, least_rows: int, dtype: torch.dtype) -> Workspace:
+        """Buffers for a forward pass over `width` tokens; kept for the next one if the block is narrow."""
+        return (self._kept_workspace if width <= NARROW else self._workspace)(width, least_rows, dtype)
+
     def _workspace(self, width: int, least_rows: int, dtype: torch.dtype) -> Workspace:
-        """Buffers for a forward pass over `width` tokens."""
         return Workspace(self._config, width, max(width, least_rows), dtype, self.keys.device)

@@ -71,6 +71,12 @@ class SafetensorsFiles:
             tensor: torch.Tensor = shard.get_tensor(name)
         return tensor.to(dtype or tensor.dtype, copy=True)
 
+    def mapped(self, name: str) -> torch.Tensor | None:
+        """A tensor that stays in its file, to be read as it is used; the mapping lives as long as the tensor."""
+        with _opened(Path(self._file_of[name])) as shard:
+            tensor: torch.Tensor = shard.get_tensor(name)
+        return tensor
+
     def close(self) -> None:
         """Nothing is open between two calls."""
 

@@ -18,7 +18,7 @@ from fused_spec.kernels.rope import rope
 from fused_spec.models.checkpoint import Checkpoint
 from fused_spec.models.config import ModelConfig, expected_shapes
 from fused_spec.models.kv_cache import KVCache, LayerSlots
-from fused_spec.models.linear import Linear, linear
+from fused_spec.models.linear import DenseLinear, Linear, linear
 from fused_spec.models.quantized_linear import Int4Linear, Int8Linear
 from fused_spec.models.workspace import Workspace
 
@@ -95,6 +95,10 @@ class Transformer:
             layers = [_load_layer(read, f"model.layers.{i}.", config, few) for i in range(config.num_layers)]
             norm = RMSNorm.of(read("model.norm.weight"), config.rms_norm_eps)
             head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"), None, few)
+        if config.tie_word_embeddings and not isinstance(head, DenseLinear):
+            # The head has the matrix in an order of its own; for looking up rows the file's will do.
+            mapped = checkpoint.mapped("model.embed_tokens.weight", dtype)
+            embedding = embedding if mapped is None else mapped
         return cls(config, embedding, layers, norm, head)
 
     def quantized(self, bits: int) -> "Transformer":

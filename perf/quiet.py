@@ -8,7 +8,7 @@ If there is none, the result is "machine busy", not a regression.
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from statistics import median
@@ -85,7 +85,7 @@ class Turns:
         return quiet
 
 
-def take_turns(variants: dict[str, Callable[[], float | None]], turns: int, benchmark: Any = None) -> Turns:
+def take_turns(variants: Mapping[str, Callable[[], float | None]], turns: int, benchmark: Any = None) -> Turns:
     """Times the variants in turn. With pytest-benchmark's fixture, the first of them is what it reports."""
     result = Turns({name: [] for name in variants})
 

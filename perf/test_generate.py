@@ -44,12 +44,12 @@ WRITING = [
 ]
 
 
-def chat(ours: Ours, text: str) -> list[int]:
+def chat(ours: Ours, question: str) -> list[int]:
     """A question as the model's own chat template puts it."""
     assert ours.engine.tokenizer is not None
-    messages = [{"role": "user", "content": text}]
-    ids: list[int] = ours.engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return ids
+    messages = [{"role": "user", "content": question}]
+    text = str(ours.engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    return list(ours.engine.tokenizer.encode(text, add_special_tokens=False))
 
 
 def rates(turns: Turns, peer: str) -> str:

@@ -30,7 +30,7 @@ def test_demo(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert error == ""
     text, heading, *rows, note = [line for line in printed.splitlines() if line.strip()]
     assert " sky " in text
-    assert heading.split("  ")[-1].strip() == "self-int8 draft, cactus:delta=0.25,solver=taylor"
+    assert heading.split("  ")[-1].strip() == "self-int4 draft, cactus:delta=0.25,solver=taylor"
     names = [row.split("  ")[0] for row in rows]
     assert names == [
         "tokens/s",
