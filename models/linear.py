@@ -28,7 +28,7 @@ class Linear(Protocol):
 def linear(weight: torch.Tensor, bias: torch.Tensor | None, few_rows: bool) -> Linear:
     """The fastest product there is for a weight [out, in] in the working dtype, mostly with few rows or with more."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-        if few_rows and _has_half_product() and weight.abs().max() < torch.finfo(torch.float16).max:
+        if few_rows and _has_half_product() and max(map(abs, torch.aminmax(weight))) < torch.finfo(torch.float16).max:
             return HalfLinear(weight, bias)
         if _has_packed_product():
             return PackedLinear(weight, bias)
@@ -80,7 +80,7 @@ class HalfLinear:
 
     float16 has more digits than bfloat16 and less range: weights below 2^-14 move by 2^-25 at most, those of 65520 and
     more do not fit. Nothing else is rounded, so that results are closer to the exact ones than those of a bfloat16
-    product.
+    product. Rows are kept in pieces of 512, the last one filled up, which takes memory where `in` is small.
     """
 
     dtype = torch.float32

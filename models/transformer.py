@@ -22,6 +22,7 @@ from fused_spec.models.linear import DenseLinear, Linear, linear
 from fused_spec.models.quantized_linear import Int4Linear, Int8Linear
 from fused_spec.models.workspace import Workspace
 
+_EMBEDDING = "model.embed_tokens.weight"
 _FEW_ROWS, _FEW_ROWS_OF_SMALL_MODELS, _SMALL = 3, 5, 1024
 """Rows up to which products for few rows are the faster ones. With a hidden size up to 1024 more time goes into getting
 in and out of products than into themselves, and those have less to do there."""
@@ -91,14 +92,15 @@ class Transformer:
                     progress.update()
                 return stacked
 
-            embedding = read("model.embed_tokens.weight")
+            # The head first: what it takes to rearrange the largest matrix is needed while there is nothing else yet.
+            embedding = read(_EMBEDDING)
+            head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"), None, few)
+            if config.tie_word_embeddings and not isinstance(head, DenseLinear):
+                # The head has the matrix in an order of its own; for looking up rows the file's will do.
+                mapped = checkpoint.mapped(_EMBEDDING, dtype)
+                embedding = embedding if mapped is None else mapped
             layers = [_load_layer(read, f"model.layers.{i}.", config, few) for i in range(config.num_layers)]
             norm = RMSNorm.of(read("model.norm.weight"), config.rms_norm_eps)
-            head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"), None, few)
-        if config.tie_word_embeddings and not isinstance(head, DenseLinear):
-            # The head has the matrix in an order of its own; for looking up rows the file's will do.
-            mapped = checkpoint.mapped("model.embed_tokens.weight", dtype)
-            embedding = embedding if mapped is None else mapped
         return cls(config, embedding, layers, norm, head)
 
     def quantized(self, bits: int) -> "Transformer":
