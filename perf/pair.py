@@ -1,6 +1,6 @@
 """Compare ways of decoding one model on two threads: ours and transformers', with a smaller model as draft.
 
-    python perf/pair.py TARGET DRAFT [--tokens N] [--turns N] [--figures FILE]
+    python perf/pair.py TARGET DRAFT [--tokens N] [--turns N] [--ours-only] [--figures FILE]
 
 TARGET and DRAFT are GGUF files or folders with the same tokenizer. bfloat16, greedy and at T=0.6, top-p 0.95, top-k 20.
 GGUF files hold quantised weights, expanded here, which flatters drafts made from a quantised copy.
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("draft", type=Path)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--ours-only", action="store_true", help="leave transformers out, which takes most of the time")
     parser.add_argument("--figures", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(2)
@@ -45,14 +46,16 @@ def main() -> None:
     tokenizer = ours["plain"].engine.tokenizer
     assert tokenizer is not None
     prompt = list(tokenizer.encode(f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"))
-    peer, assistant = Transformers(options.target), Transformers(options.draft)
+    peers = None if options.ours_only else (Transformers(options.target), Transformers(options.draft))
     figures: dict[str, Any] = {}
     for sampling in SAMPLINGS:
         calls = {name: one.contender(prompt, sampling, options.tokens) for name, one in ours.items()}
-        calls["transformers"] = peer.contender(prompt, sampling, options.tokens)
-        calls["transformers, assisted"] = peer.contender(
-            prompt, sampling, options.tokens, assistant_model=assistant.model
-        )
+        if peers is not None:
+            peer, assistant = peers
+            calls["transformers"] = peer.contender(prompt, sampling, options.tokens)
+            calls["transformers, assisted"] = peer.contender(
+                prompt, sampling, options.tokens, assistant_model=assistant.model
+            )
         for one in ours.values():
             one.contender(prompt, sampling, 16)()  # the first call pages weights in
         turns = take_turns(calls, options.turns)
