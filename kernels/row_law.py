@@ -189,6 +189,8 @@ def _few_survivors(
     count, mass = len(z), 0.0
     if top_k:
         count = sum(value >= z[top_k - 1] for value in z)
+        if count == len(z):  # beyond what was looked at there may be more like the last
+            return None
     if top_p < 1:
         mass = math.fsum(weights[:count]) if top_k else _mass(row if temperature == 1 else row / temperature, peak)
         before = 0.0
@@ -200,7 +202,7 @@ def _few_survivors(
     if min_p > 0:
         count = min(count, sum(value >= peak + math.log(min_p) for value in z))
     lowest = z[count - 1]
-    if count == len(z) or lowest == -math.inf:  # there may be more like the last
+    if count == len(z) or lowest == -math.inf:  # the same
         return None
     kept = sorted(zip(ids[:count].tolist(), weights[:count], strict=True))
     survivors = Survivors([token for token, _ in kept], [weight for _, weight in kept])

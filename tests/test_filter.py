@@ -37,6 +37,40 @@ def test_law_is_the_reference(values: list[float], top_k: int, top_p: float, min
     torch.testing.assert_close(ours, keep_reference(logits, temperature, top_k, top_p, min_p), rtol=1e-6, atol=0)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(GRID, min_size=1, max_size=60),
+    st.integers(0, 70),
+    st.sampled_from([1.0, 0.999, 0.95, 0.5, 1e-6]),
+    st.sampled_from([0.0, 1e-3, 0.5]),
+    st.sampled_from([1.0, 0.5, 2.0]),
+    st.integers(0, 2**32),
+)
+def test_law_of_a_long_row_is_the_reference(
+    values: list[float], top_k: int, top_p: float, min_p: float, temperature: float, seed: int
+) -> None:
+    """Few large logits, many of them alike, at any places of a long row: only these are looked at, with ties kept."""
+    logits = torch.full((700,), -20.0)
+    logits[torch.randperm(700, generator=torch.Generator().manual_seed(seed))[: len(values)]] = torch.tensor(values)
+    law = row_law(logits, Processing(temperature, top_k, top_p, min_p))
+    assert law.weights is not None
+    ours = law.weights[:700].double() / law.total
+    expected = keep_reference(logits, temperature, top_k, top_p, min_p)
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=1e-30)
+    probable = int(expected.argmax())
+    assert math.exp(law.log_prob(probable)) == pytest.approx(expected[probable].item(), rel=1e-6)
+    exact_entropy = -(expected[expected > 0] * expected[expected > 0].log()).sum().item()
+    assert law.entropy() == pytest.approx(exact_entropy, abs=1e-5)
+
+
+def test_a_filtered_row_is_judged_by_few_tokens() -> None:
+    logits = torch.randn(5000)
+    assert row_law(logits, Processing(1.0, 20, 0.95, 0.0)).survivors is not None
+    assert row_law(logits * 9, Processing(1.0, 0, 0.9, 0.0)).survivors is not None
+    assert row_law(logits, Processing(1.0, 0, 1.0, 0.0)).survivors is None
+    assert row_law(logits * 0, Processing(1.0, 20, 0.95, 0.0)).survivors is None  # all share the last place
+
+
 @pytest.mark.parametrize("size", [1000, 5000, 49152])
 @pytest.mark.parametrize(
     "options", [(0, 0.9, 0.0), (0, 0.999, 0.0), (20, 0.95, 0.0), (64, 1.0, 0.01), (3000, 0.7, 0.0)]
