@@ -25,7 +25,8 @@ def section() -> str:
         _paragraph(
             "On a CPU only; nothing was measured on a GPU yet. Tokens per second of whole calls, 256 new tokens, two "
             "threads, bfloat16; in brackets the ratio to transformers' `generate` within the same run. The files hold "
-            "4-bit weights, expanded on loading, which flatters drafts made from a quantised copy of them."
+            "4-bit weights, expanded on loading, which flatters drafts made from a quantised copy of them. The machine "
+            "is a virtual one: between runs its memory was up to half as fast, which plain decoding feels most."
         ),
         _paragraph(_machine(small["machine"])),
         _table("SmolLM2-135M (`make perf`)", rates, ("transformers", "plain", "self-int8", "self-int4")),
