@@ -8,8 +8,8 @@ import torch
 class RMSNorm(NamedTuple):
     """The weight of a normalisation, prepared for one that divides by the length of x and not by its mean square.
 
-    With c = sqrt(n eps), n channels: x / sqrt(mean(x^2) + eps) = sqrt(n) x / hypot(|x|, c). A length is one call and
-    several times as quick on a CPU as torch's own function.
+    With c = sqrt(n eps), n channels: x / sqrt(mean(x^2) + eps) = sqrt(n) x / hypot(|x|, c). A length is one
+    call, where torch's own function is a chain of them on a CPU.
 
     Attributes:
         weight: [..., n] float32, sqrt(n) times the weight.

@@ -166,7 +166,7 @@ def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor 
         return _faulty(vocab_size, peak, allowed)
     lowest = cutoff(scaled[:vocab_size], peak, processing.top_k, processing.top_p, processing.min_p)
     kept = scaled
-    if lowest > -math.inf:  # `threshold` keeps what is greater; it is ten times as quick as a comparison and a mask
+    if lowest > -math.inf:  # `threshold` keeps what is greater, in one vectorised pass, unlike a comparison and a mask
         kept = F.threshold(scaled, float(np.nextafter(np.float32(lowest), np.float32(-np.inf))), -math.inf)
     weights = (kept - peak).exp_()
     total = weights.view(-1, GROUP).sum(1).sum(dtype=torch.float64).item()

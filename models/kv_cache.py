@@ -21,7 +21,7 @@ class LayerSlots(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of one sequence, in float32: a CPU attends several times faster to that than to half precision.
+    """Keys and values of one sequence, in float32, which torch's CPU attention is made for.
 
     A slot is valid only if the owner says so: nothing is erased on rollback, later tokens overwrite it.
 

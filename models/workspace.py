@@ -31,7 +31,6 @@ class Workspace:
         def zeros(columns: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(rows, columns, dtype=kind, device=device)
 
-        self.width = width
         self.stream = zeros(config.hidden_size, torch.float32)
         self.normed = zeros(config.hidden_size)
         self.norm = NormBuffers.like(self.stream)

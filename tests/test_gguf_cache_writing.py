@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -137,7 +138,6 @@ def test_no_space(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_limit_on_the_size_of_files(tmp_path: Path, folder: Path) -> None:
     """A write that fails half way, with the real system calls."""
-    resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     path = gguf(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))

@@ -96,6 +96,22 @@ def test_a_product_that_torch_lacks_or_that_errs_is_not_used(
     assert not linear_module._works(kind)
 
 
+def test_a_quantised_product_that_torch_lacks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked anew, past what was found before."""
+
+    def gone(*_: object) -> None:
+        raise AttributeError("no such operator")
+
+    for probe, owner, operator in (
+        (quantized_linear._has_int8_product, quantized_linear, "_pack_int8"),
+        (quantized_linear._has_int4_product, torch, "_convert_weight_to_int4pack_for_cpu"),
+    ):
+        assert probe.__wrapped__()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, operator, gone)
+            assert not probe.__wrapped__()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("columns", [64, 33])
