@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fused_spec.drafters import PREFILL_CHUNK, prefill
+from fused_spec.kernels.commit import commit
 from fused_spec.kernels.error_bits import DRAFT_IMPOSSIBLE, EMPTY_SUPPORT, NAN_DRAFT, NAN_TARGET
 from fused_spec.kernels.logprob import token_logprobs
 from fused_spec.kernels.sample import sample
-from fused_spec.round import Sampling, commit, decode_round
+from fused_spec.round import Sampling, decode_round
 from fused_spec.statistics import Statistics
 from fused_spec.text import TextStream
 
@@ -123,7 +124,8 @@ class Generation(Iterator[Chunk]):
         self._raise_on(int(first.error))
         if request.logprobs:
             state.logprobs[:1] = token_logprobs(logits, first.token_ids)
-        commit(state, first.token_ids, torch.ones_like(state.length), request.ignore_eos)
+        sequences = state.sequences(ignore_stop_ids=request.ignore_eos)
+        commit(sequences, first.token_ids[None], torch.zeros_like(state.length), first.token_ids[None, :0])
         kept, text = self._deliver()
         return Chunk(text, kept, 0)
 

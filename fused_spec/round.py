@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fused_spec.kernels.commit import Sequences
 from fused_spec.kernels.logprob import token_logprobs
 from fused_spec.kernels.verify import Verification, verify
 from fused_spec.models.kv_cache import KVCache
@@ -96,6 +97,18 @@ class RoundState:
         self.seed.fill_(seed)
         self.done.fill_(False)
 
+    def sequences(self, *, ignore_stop_ids: bool) -> Sequences:
+        """The buffers as `verify` and `commit` append to them; views, B = 1."""
+        return Sequences(
+            tokens=self.tokens[None],
+            length=self.length,
+            limit=self.limit,
+            done=self.done,
+            stop_ids=self.stop_ids[:0] if ignore_stop_ids else self.stop_ids,
+            emitted=self.emitted,
+            drafted=self.drafted,
+        )
+
 
 def decode_round(
     state: RoundState,
@@ -128,30 +141,8 @@ def decode_round(
         position=state.length,
         draft_stats=drafts.stats,
         out=state.verification.first(len(ids)),
+        sequences=state.sequences(ignore_stop_ids=ignore_stop_ids),
         **sampling.options(),
     )
     if with_logprobs:
         state.logprobs[: len(ids) + 1] = token_logprobs(logits, state.verification.token_ids[0, : len(ids) + 1])
-    state.drafted.copy_((ids >= 0).cumprod(0).sum(0, keepdim=True))
-    commit(state, state.verification.token_ids[0], state.verification.num_accepted + 1, ignore_stop_ids)
-
-
-def commit(state: RoundState, token_ids: torch.Tensor, count: torch.Tensor, ignore_stop_ids: bool) -> None:
-    """Append the first `count` of token_ids, cut behind the first stop id and at the limit; nothing once done.
-
-    Args:
-        token_ids: [W] int64, W <= m + 1.
-        count: [1] int64.
-    """
-    slots = state.slots[: len(token_ids)]
-    stops = torch.isin(token_ids, state.stop_ids) & (slots < count) & (not ignore_stop_ids)
-    up_to_stop = torch.where(stops, slots + 1, len(token_ids)).min(0, keepdim=True).values
-    room = (state.limit - state.length).clamp(min=0)
-    emitted = torch.minimum(torch.minimum(count, up_to_stop), room) * ~state.done
-    positions = state.length + slots
-    kept = torch.where(slots < emitted, token_ids, state.tokens[positions])
-    state.tokens.index_copy_(0, positions, kept)
-    state.length.add_(emitted)
-    state.emitted.copy_(emitted)
-    state.done.logical_or_((stops & (slots < emitted)).any(0, keepdim=True))
-    state.done.logical_or_(state.length >= state.limit)

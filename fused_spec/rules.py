@@ -50,6 +50,20 @@ class Rule:
                 values[key] = float(value[index])
         return type(self)(**values)
 
+    def for_batch(self, batch: int, device: torch.device) -> "Rule":
+        """The rule as kernels take it: tensor parameters checked to be [B] and on the device, but not looked at."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.shape != (batch,):
+                raise InvalidInput(f"{self.name}: {f.name} has shape {tuple(value.shape)}, expected ({batch},)")
+            if value.device != device or not value.is_contiguous():
+                raise InvalidInput(
+                    f"{self.name}: {f.name} is on {value.device} with stride {value.stride(0)}, expected {device} and 1"
+                )
+        return self
+
 
 _LARGEST = 1e30  # of any parameter: sums and products of a few stay finite
 
@@ -65,7 +79,7 @@ def _check(rule: Rule, parameter: str, low: float, high: float = math.inf, *, op
     value = getattr(rule, parameter)
     numbers = [value]
     if isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point():
-        numbers = value.tolist()
+        numbers = [] if value.is_meta else value.tolist()
     for number in numbers:
         legal = isinstance(number, int | float) and not isinstance(number, bool) and abs(number) <= _LARGEST
         if not legal or not low <= number <= high or (open_low and number == low):

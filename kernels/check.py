@@ -47,8 +47,8 @@ def check_out(out: object, expected: object) -> None:
         check_tensor(f"out {name}", getattr(out, name), tensor.shape, (tensor.dtype,))
 
 
-def per_request(name: str, value: Scalar, batch: int, *, integer: bool = False) -> list[float]:
-    """The values of a scalar or tensor [B] argument as a list of B Python numbers."""
+def check_per_request(name: str, value: Scalar, batch: int, *, integer: bool = False) -> None:
+    """Raise unless `value` is a number or a tensor [B] of numbers, of integers where these are asked for."""
     kind = "an integer" if integer else "a number"
     if isinstance(value, torch.Tensor):
         if (
@@ -59,38 +59,77 @@ def per_request(name: str, value: Scalar, batch: int, *, integer: bool = False) 
         ):
             shown = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
             raise InvalidInput(f"{name}: expected {kind} or a tensor of them of shape ({batch},), got {shown}")
-        return list(value.tolist())
-    if isinstance(value, bool) or not isinstance(value, int if integer else int | float):
+    elif isinstance(value, bool) or not isinstance(value, int if integer else int | float):
         raise InvalidInput(f"{name}: expected {kind} or a tensor of them of shape ({batch},), got {value!r}")
-    return [value] * batch
+
+
+def per_request(name: str, value: Scalar, batch: int, *, integer: bool = False) -> list[float]:
+    """The values of a scalar or tensor [B] argument as a list of B Python numbers."""
+    check_per_request(name, value, batch, integer=integer)
+    return list(value.tolist()) if isinstance(value, torch.Tensor) else [value] * batch
+
+
+def kernel_argument(
+    name: str, value: Scalar, batch: int, device: torch.device, *, integer: bool = False
+) -> float | torch.Tensor:
+    """A scalar or tensor [B] argument as a kernel takes it; a tensor has to be on the device, and is not read."""
+    check_per_request(name, value, batch, integer=integer)
+    if isinstance(value, torch.Tensor):
+        check_device(name, value, device)
+        return value.contiguous()
+    return int(value) if integer else float(value)
+
+
+def check_device(name: str, tensor: torch.Tensor | None, device: torch.device) -> None:
+    """Raise unless the tensor, if there is one, is where the logits are."""
+    if tensor is not None and tensor.device != device:
+        raise InvalidInput(f"{name}: expected a tensor on {device}, where the logits are, got one on {tensor.device}")
+
+
+def _known(value: Scalar) -> list[float]:
+    """The numbers in an argument that can be looked at without waiting for a device."""
+    if isinstance(value, torch.Tensor):
+        return list(value.tolist()) if value.device.type == "cpu" else []
+    return [value]
+
+
+def check_key(seed: int | torch.Tensor, position: int | torch.Tensor) -> None:
+    """Raise unless seeds and positions are in range; tensors on a device are not looked at."""
+    for value in _known(seed):
+        if not 0 <= value < 2**63:
+            raise InvalidInput(f"seed: expected 0 <= seed < 2^63, got {value}")
+    for value in _known(position):
+        if value < 0:
+            raise InvalidInput(f"position: expected a token index >= 0, got {value}")
 
 
 def seeds_and_positions(seed: int | torch.Tensor, position: int | torch.Tensor, batch: int) -> list[tuple[int, int]]:
     """Checked (seed, position) of each request."""
     seeds = per_request("seed", seed, batch, integer=True)
     positions = per_request("position", position, batch, integer=True)
-    for value in seeds:
-        if not 0 <= value < 2**63:
-            raise InvalidInput(f"seed: expected 0 <= seed < 2^63, got {value}")
-    for value in positions:
-        if value < 0:
-            raise InvalidInput(f"position: expected a token index >= 0, got {value}")
+    for s, p in zip(seeds, positions, strict=True):
+        check_key(int(s), int(p))
     return [(int(s), int(p)) for s, p in zip(seeds, positions, strict=True)]
 
 
-def check_processing(temperature: float, top_k: float, top_p: float, min_p: float) -> None:
-    """Raise unless the processing parameters of one request are legal."""
-    if not (temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
-        raise InvalidInput(f"temperature must be 0 (greedy) or a finite number >= {MIN_TEMPERATURE}, got {temperature}")
-    if not isinstance(top_k, int) or top_k < 0:
-        raise InvalidInput(f"top_k must be an integer >= 0 (0 keeps every token), got {top_k}")
-    if not 0 < top_p <= 1:
-        raise InvalidInput(f"top_p must be in (0, 1] (1 keeps every token), got {top_p}")
-    if not 0 <= min_p <= 1:
-        raise InvalidInput(f"min_p must be in [0, 1] (0 keeps every token), got {min_p}")
+def check_processing(temperature: Scalar, top_k: Scalar, top_p: Scalar, min_p: Scalar) -> None:
+    """Raise unless the processing parameters are legal; tensors on a device are not looked at."""
+    for value in _known(temperature):
+        if not (value == 0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE):
+            raise InvalidInput(f"temperature must be 0 (greedy) or a finite number >= {MIN_TEMPERATURE}, got {value}")
+    for value in _known(top_k):
+        if not isinstance(value, int) or value < 0:
+            raise InvalidInput(f"top_k must be an integer >= 0 (0 keeps every token), got {value}")
+    for value in _known(top_p):
+        if not 0 < value <= 1:
+            raise InvalidInput(f"top_p must be in (0, 1] (1 keeps every token), got {value}")
+    for value in _known(min_p):
+        if not 0 <= value <= 1:
+            raise InvalidInput(f"min_p must be in [0, 1] (0 keeps every token), got {value}")
 
 
-def check_backend(backend: str | None) -> None:
-    """Raise unless the backend exists. This version has the torch path only."""
-    if backend not in (None, "torch"):
-        raise InvalidInput(f"backend must be None or 'torch' in this version, got {backend!r}")
+def runs_on_triton(backend: str | None, device: torch.device) -> bool:
+    """Which path a call takes: Triton's off the CPU and torch's on it, unless one is asked for."""
+    if backend not in (None, "torch", "triton"):
+        raise InvalidInput(f"backend must be None, 'torch' or 'triton', got {backend!r}")
+    return backend == "triton" or (backend is None and device.type != "cpu")

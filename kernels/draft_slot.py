@@ -56,15 +56,21 @@ class DraftSlot:
             self.error = self.law.error_bit(NAN_DRAFT) or (0 if self.p_n > 0 else DRAFT_IMPOSSIBLE)
 
     def row(self) -> torch.Tensor | None:
-        """p as [padded V] float32, cut or padded with zeros to the verifier's ids; None where there is no law."""
+        """p as [padded V] float32, cut or padded with zeros to the verifier's ids; None where there is no law.
+
+        A greedy drafter's p is one-hot at the draft; a draft that it cannot have made says nothing of p.
+        """
         size = padded_size(self.vocab_size)
-        if self.logits is None:
+        if self.logits is None or self.processing.temperature == 0:
             if self.p_n == 0:
                 return None
             p = torch.zeros(size)
-            p[self.token] = 1.0
+            if self.token < self.vocab_size:
+                p[self.token] = 1.0
+            else:
+                self.lost = 1.0
             return p
-        if self.law is None and self.processing.temperature > 0 and self.p_n > 0:
+        if self.law is None and self.p_n > 0:
             p = self._row_from_statistics(self.logits)
         else:
             law = self.law or row_law(self.logits, self.processing)
@@ -83,7 +89,7 @@ class DraftSlot:
         assert self.cutoff is not None
         z = logits.to("cpu", torch.float32, copy=True)
         if self.processing.temperature != 1:
-            z.div_(self.processing.temperature)
+            z.mul_(self.processing.scale)
         drafted = z[self.token].item()
         self.highest = math.exp(min(0.0, (z.max().item() - drafted) + self.log_prob))
         if self.cutoff > -math.inf:  # keeps what is greater than the number below the cutoff

@@ -1,4 +1,4 @@
-"""The processed law of one row of logits: P(x) = exp(z_x - lse) where z_x >= cutoff, else 0, with z = l / T.
+"""The processed law of one row of logits: P(x) = exp(z_x - lse) where z_x >= cutoff, else 0, with z = l * (1 / T).
 
 One row at a time, in float32 with float64 sums, is what a CPU is fastest at, and it keeps no [rows, V] probabilities.
 Where top-k or top-p leave few tokens, only these are looked at. Temperature 0 is the one-hot law at the arg max (the
@@ -33,6 +33,11 @@ class Processing(NamedTuple):
     top_p: float
     min_p: float
 
+    @property
+    def scale(self) -> float:
+        """1 / T in float32, rounded once, as kernels have it; 1 for a greedy row."""
+        return float(np.float32(1) / np.float32(self.temperature)) if self.temperature else 1.0
+
 
 class Survivors(NamedTuple):
     """The few tokens that a filter leaves, in the order of their ids, with exp(z - peak) of each."""
@@ -47,7 +52,7 @@ class RowLaw:
 
     Attributes:
         vocab_size: number of ids V.
-        temperature: T.
+        scale: 1 / T.
         row: [padded] float32 logits before the temperature, -inf where not allowed; None for a greedy or faulty row.
         total: sum of the weights.
         peak, cutoff: largest and smallest kept z. Greedy: both the largest logit.
@@ -59,7 +64,7 @@ class RowLaw:
     """
 
     vocab_size: int
-    temperature: float
+    scale: float
     row: torch.Tensor | None
     total: float
     peak: float
@@ -120,7 +125,7 @@ class RowLaw:
             return math.log(self.total) - weighted / self.total
         if self.dense is None or self.row is None:
             return 0.0
-        below = (self.row / self.temperature - self.peak).masked_fill_(self.dense == 0, 0.0)  # 0 * -inf would be NaN
+        below = (self.row * self.scale - self.peak).masked_fill_(self.dense == 0, 0.0)  # 0 * -inf would be NaN
         mean = (self.dense * below).view(-1, GROUP).sum(1).sum(dtype=torch.float64).item() / self.total
         return math.log(self.total) - mean
 
@@ -134,7 +139,7 @@ class RowLaw:
             return -math.inf
         if self.row is None:
             return 0.0 if token == self.token else -math.inf
-        z = (self.row[token] / self.temperature).item()
+        z = (self.row[token] * self.scale).item()
         if z < self.cutoff or z == -math.inf:
             return -math.inf
         value = (z - self.peak) - math.log(self.total)
@@ -149,18 +154,18 @@ def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor 
         processing: checked parameters.
         allowed: [ceil(V/32)] int32 bitmask or None; bit i of word w stands for id 32 w + i.
     """
-    vocab_size, temperature = logits.numel(), processing.temperature
+    vocab_size, scale = logits.numel(), processing.scale
     row = torch.empty(padded_size(vocab_size), dtype=torch.float32)
     row[vocab_size:] = -math.inf
     row[:vocab_size] = logits
     if allowed is not None:
         row[:vocab_size].masked_fill_(~unpack_mask(allowed, vocab_size), -math.inf)
-    if temperature == 0:
+    if processing.temperature == 0:
         return _greedy(row, vocab_size, allowed)
     law = _few_survivors(row, vocab_size, processing, allowed)
     if law is not None:
         return law
-    scaled = row if temperature == 1 else row / temperature
+    scaled = row if scale == 1 else row * scale
     peak = scaled.max().item()
     if not math.isfinite(peak):
         return _faulty(vocab_size, peak, allowed)
@@ -170,18 +175,18 @@ def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor 
         kept = F.threshold(scaled, float(np.nextafter(np.float32(lowest), np.float32(-np.inf))), -math.inf)
     weights = (kept - peak).exp_()
     total = weights.view(-1, GROUP).sum(1).sum(dtype=torch.float64).item()
-    return RowLaw(vocab_size, temperature, row, total, peak, lowest, -1, 0, allowed, dense=weights)
+    return RowLaw(vocab_size, scale, row, total, peak, lowest, -1, 0, allowed, dense=weights)
 
 
 def _few_survivors(
     row: torch.Tensor, vocab_size: int, processing: Processing, allowed: torch.Tensor | None
 ) -> RowLaw | None:
     """The law of a row of which top-k or top-p leaves few tokens, from its largest logits; None if these do not do."""
-    temperature, top_k, top_p, min_p = processing
+    scale, (_, top_k, top_p, min_p) = processing.scale, processing
     if not (0 < top_k <= _FEW - 16 or (top_k == 0 and top_p < 1)) or vocab_size <= _FEW:
         return None
     values, ids = largest(row, top_k + 16 if top_k else _FEW)  # more than k: others may share the last place
-    z = (values / temperature).tolist()
+    z = (values * scale).tolist()
     peak = z[0]
     if not math.isfinite(peak):
         return _faulty(vocab_size, peak, allowed)
@@ -192,7 +197,7 @@ def _few_survivors(
         if count == len(z):  # beyond what was looked at there may be more like the last
             return None
     if top_p < 1:
-        mass = math.fsum(weights[:count]) if top_k else _mass(row if temperature == 1 else row / temperature, peak)
+        mass = math.fsum(weights[:count]) if top_k else _mass(row if scale == 1 else row * scale, peak)
         before = 0.0
         for i, weight in enumerate(weights[:count]):
             if i and before >= top_p * mass:
@@ -207,7 +212,7 @@ def _few_survivors(
     kept = sorted(zip(ids[:count].tolist(), weights[:count], strict=True))
     survivors = Survivors([token for token, _ in kept], [weight for _, weight in kept])
     total = math.fsum(survivors.weights)
-    return RowLaw(vocab_size, temperature, row, total, peak, lowest, -1, 0, allowed, survivors)
+    return RowLaw(vocab_size, scale, row, total, peak, lowest, -1, 0, allowed, survivors)
 
 
 def _mass(scaled: torch.Tensor, peak: float) -> float:
@@ -233,14 +238,14 @@ def _greedy(row: torch.Tensor, vocab_size: int, allowed: torch.Tensor | None) ->
     peak = row[token].item()
     if not math.isfinite(peak):
         return _faulty(vocab_size, peak, allowed)
-    return RowLaw(vocab_size, 0.0, None, 1.0, peak, peak, token, 0, allowed)
+    return RowLaw(vocab_size, 1.0, None, 1.0, peak, peak, token, 0, allowed)
 
 
 def _faulty(vocab_size: int, peak: float, allowed: torch.Tensor | None) -> RowLaw:
     """The row has no law: report why, and an id that is legal at least."""
     lowest_allowed = 0 if allowed is None else int(unpack_mask(allowed, vocab_size).int().argmax())
     fault = EMPTY if peak == -math.inf else NOT_A_NUMBER
-    return RowLaw(vocab_size, 0.0, None, 1.0, peak, -math.inf, lowest_allowed, fault, allowed)
+    return RowLaw(vocab_size, 1.0, None, 1.0, peak, -math.inf, lowest_allowed, fault, allowed)
 
 
 def padded_size(vocab_size: int) -> int:

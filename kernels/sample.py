@@ -7,24 +7,31 @@ The token is the inverse CDF of P at one Philox number of (seed, position, strea
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from fused_spec.errors import InvalidInput
 from fused_spec.kernels.check import (
     Scalar,
-    check_backend,
+    check_device,
+    check_key,
     check_logits,
     check_out,
     check_processing,
     check_tensor,
+    kernel_argument,
     per_request,
+    runs_on_triton,
     seeds_and_positions,
 )
 from fused_spec.kernels.error_bits import NAN_TARGET
 from fused_spec.kernels.inverse_cdf import draw
 from fused_spec.kernels.philox import STREAMS, sampling_uniform
 from fused_spec.kernels.row_law import Processing, row_law
+
+if TYPE_CHECKING:
+    from fused_spec.kernels.row_statistics import Rows
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,39 @@ def processing_per_request(
     return requests
 
 
+def kernel_rows(
+    logits: torch.Tensor, allowed: torch.Tensor | None, processing: tuple[Scalar, Scalar, Scalar, Scalar]
+) -> "Rows":
+    """Logits [B, R, V] and how they are processed, checked as far as that takes no look at a device."""
+    from fused_spec.kernels.row_statistics import Rows
+
+    batch, device = logits.shape[0], logits.device
+    temperature, top_k, top_p, min_p = processing
+    check_device("allowed", allowed, device)
+    rows = Rows(
+        logits,
+        allowed if allowed is None or allowed.dim() == 3 else allowed[:, None],
+        kernel_argument("temperature", temperature, batch, device),
+        kernel_argument("top_k", top_k, batch, device, integer=True),  # type: ignore[arg-type]
+        kernel_argument("top_p", top_p, batch, device),
+        kernel_argument("min_p", min_p, batch, device),
+    )
+    check_processing(temperature, top_k, top_p, min_p)
+    return rows
+
+
+def kernel_key(
+    seed: int | torch.Tensor, position: int | torch.Tensor, batch: int, device: torch.device
+) -> tuple[Scalar, Scalar]:
+    """(seed, position) as a kernel takes them."""
+    key = (
+        kernel_argument("seed", seed, batch, device, integer=True),
+        kernel_argument("position", position, batch, device, integer=True),
+    )
+    check_key(seed, position)
+    return key
+
+
 @torch.no_grad()
 def sample(
     logits: torch.Tensor,
@@ -98,7 +138,7 @@ def sample(
         temperature: 0 (greedy) or >= 0.001. top_k: 0 is off. top_p: (0, 1]. min_p: [0, 1]. Numbers or tensors [B].
         allowed: int32 bitmask [B, ceil(V/32)], bit i of word w for id 32 w + i; None allows every id.
         stream: "draft" for drafting, "resample" for a token that no draft is tested against (the first of a text).
-        backend: None or "torch".
+        backend: "triton", "torch", or None: Triton where the logits are not on the CPU.
         out: a `Sample` to write into.
 
     Returns:
@@ -107,19 +147,28 @@ def sample(
     Raises:
         InvalidInput: an argument has another shape, dtype or range than stated here.
     """
-    check_backend(backend)
     check_logits("logits", logits, "[B, V]")
+    on_triton = runs_on_triton(backend, logits.device)
     batch, vocab_size = logits.shape
     if not isinstance(stream, str) or stream not in STREAMS:
         raise InvalidInput(f"stream must be one of {', '.join(map(repr, STREAMS))}, got {stream!r}")
     if allowed is not None:
         check_tensor("allowed", allowed, (batch, -(-vocab_size // 32)), (torch.int32,))
-    keys = seeds_and_positions(seed, position, batch)
-    requests = processing_per_request(temperature, top_k, top_p, min_p, batch)
     if out is None:
         out = Sample.empty(batch, logits.device)
     else:
         check_out(out, Sample.empty(batch, "meta"))
+    if on_triton:
+        from fused_spec.kernels.sample_triton import sample_triton  # not at the top: the torch path needs no Triton
+
+        rows = kernel_rows(logits[:, None], allowed, (temperature, top_k, top_p, min_p))
+        key = kernel_key(seed, position, batch, logits.device)
+        for name, tensor in vars(out).items():
+            check_device(f"out {name}", tensor, logits.device)
+        sample_triton(rows, key, STREAMS[stream], out)
+        return out
+    keys = seeds_and_positions(seed, position, batch)
+    requests = processing_per_request(temperature, top_k, top_p, min_p, batch)
     for b, (processing, (s, at)) in enumerate(zip(requests, keys, strict=True)):
         law = row_law(logits[b], processing, None if allowed is None else allowed[b])
         token = draw(law, sampling_uniform(s, at, STREAMS[stream]))

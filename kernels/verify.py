@@ -10,8 +10,17 @@ from dataclasses import dataclass
 import torch
 
 from fused_spec.errors import InvalidInput
-from fused_spec.kernels.check import Scalar, check_backend, check_logits, check_out, check_tensor, seeds_and_positions
-from fused_spec.kernels.sample import processing_per_request
+from fused_spec.kernels.check import (
+    Scalar,
+    check_device,
+    check_logits,
+    check_out,
+    check_tensor,
+    runs_on_triton,
+    seeds_and_positions,
+)
+from fused_spec.kernels.commit import Sequences, commit
+from fused_spec.kernels.sample import kernel_key, kernel_rows, processing_per_request
 from fused_spec.kernels.verify_request import Request
 from fused_spec.rules import Rule
 
@@ -87,6 +96,7 @@ def verify(
     uniforms: torch.Tensor | None = None,
     backend: str | None = None,
     out: Verification | None = None,
+    sequences: Sequences | None = None,
 ) -> Verification:
     """Accept or reject drafted tokens and draw the token that follows them. Inputs are never modified.
 
@@ -105,8 +115,10 @@ def verify(
         draft_temperature, draft_top_k, draft_top_p, draft_min_p: what drafts were drawn with; None is as the target.
         draft_stats: (lse, cutoff, logprob), each [B, m] float32, from `sample`; None computes them from draft_logits.
         uniforms: [B, m] float32 in [0, 1), used as the acceptance draws instead of Philox.
-        backend: None or "torch".
+        backend: "triton", "torch", or None: Triton where the logits are not on the CPU.
         out: a `Verification` to write into.
+        sequences: sequences to append the tokens to, cut behind a stop id and at the limit; within the same launch on
+            the Triton path.
 
     Returns:
         A `Verification`; `out` if given.
@@ -114,24 +126,43 @@ def verify(
     Raises:
         InvalidInput: an argument has another shape, dtype or range than stated here.
     """
-    check_backend(backend)
     if not isinstance(rule, Rule):
         raise InvalidInput(f"rule must be an acceptance rule such as SpeculativeSampling(), got {rule!r}")
     _check_shapes(target_logits, draft_token_ids, draft_logits, allowed, draft_stats, uniforms)
     batch, num_drafts = draft_token_ids.shape
-    keys = seeds_and_positions(seed, position, batch)
-    target = processing_per_request(temperature, top_k, top_p, min_p, batch)
-    draft = processing_per_request(
+    processing = (temperature, top_k, top_p, min_p)
+    draft_processing = (
         temperature if draft_temperature is None else draft_temperature,
         top_k if draft_top_k is None else draft_top_k,
         top_p if draft_top_p is None else draft_top_p,
         min_p if draft_min_p is None else draft_min_p,
-        batch,
     )
     if out is None:
         out = Verification.empty(batch, num_drafts, target_logits.device)
     else:
         check_out(out, Verification.empty(batch, num_drafts, "meta"))
+    if sequences is not None:
+        sequences.check(batch)
+    if runs_on_triton(backend, target_logits.device):
+        # Not at the top: the torch path needs no Triton.
+        from fused_spec.kernels.decide import Drafts
+        from fused_spec.kernels.verify_triton import verify_triton
+
+        _check_devices(target_logits.device, draft_token_ids, draft_logits, draft_stats, uniforms, out, sequences)
+        draft_rows = kernel_rows(target_logits if draft_logits is None else draft_logits, None, draft_processing)
+        verify_triton(
+            rule.for_batch(batch, target_logits.device),
+            kernel_rows(target_logits, allowed, processing),
+            Drafts(draft_token_ids, None if draft_logits is None else draft_rows, draft_stats),
+            kernel_key(seed, position, batch, target_logits.device),
+            uniforms,
+            out,
+            sequences,
+        )
+        return out
+    keys = seeds_and_positions(seed, position, batch)
+    target = processing_per_request(*processing, batch)
+    draft = processing_per_request(*draft_processing, batch)
     for b, key in enumerate(keys):
         outcome = Request(
             target_logits=target_logits[b],
@@ -152,7 +183,29 @@ def verify(
         out.accept_prob[b] = torch.tensor(outcome.accept_prob)
         out.tv_gain[b] = torch.tensor(outcome.tv_gain)
         out.error[b] = outcome.error
+    if sequences is not None:
+        commit(sequences, out.token_ids, out.num_accepted, draft_token_ids)
     return out
+
+
+def _check_devices(
+    device: torch.device,
+    draft_token_ids: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_stats: DraftStats | None,
+    uniforms: torch.Tensor | None,
+    out: Verification,
+    sequences: Sequences | None,
+) -> None:
+    check_device("draft_token_ids", draft_token_ids, device)
+    check_device("draft_logits", draft_logits, device)
+    check_device("uniforms", uniforms, device)
+    for name, tensor in zip(("lse", "cutoff", "logprob"), draft_stats or (), strict=False):
+        check_device(f"draft_stats {name}", tensor, device)
+    for name, tensor in vars(out).items():
+        check_device(f"out {name}", tensor, device)
+    for name, tensor in ({} if sequences is None else sequences._asdict()).items():
+        check_device(f"sequences {name}", tensor, device)
 
 
 def _check_shapes(
@@ -181,5 +234,5 @@ def _check_shapes(
             check_tensor(f"draft_stats {name}", tensor, (batch, num_drafts), (torch.float32,))
     if uniforms is not None:
         check_tensor("uniforms", uniforms, (batch, num_drafts), (torch.float32,))
-        if not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+        if uniforms.device.type == "cpu" and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
             raise InvalidInput("uniforms: expected numbers in [0, 1)")

@@ -1,5 +1,6 @@
 """Fixtures shared by the tests."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run on the CPU then
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fused_spec import Cactus, Engine, SpeculativeSampling
+from fused_spec.kernels.commit import commit
 from fused_spec.kernels.ngram import ngram_propose, ngram_propose_reference
 from fused_spec.models.transformer import Transformer
-from fused_spec.round import RoundState, Sampling, commit, decode_round
+from fused_spec.round import RoundState, Sampling, decode_round
 from toy import next_laws, toy_model
 
 VERIFIER = toy_model(1, vocab_size=64, sharpness=2.0, layers=2, context=1024)
@@ -112,6 +113,11 @@ def test_drafts_depend_on_committed_tokens_only() -> None:
             assert fresh.drafter.propose(fresh.state, Sampling()).token_ids.tolist() == drafts
 
 
+def append(state: RoundState, block: list[int], count: int, *, ignore_stop_ids: bool = False) -> None:
+    sequences = state.sequences(ignore_stop_ids=ignore_stop_ids)
+    commit(sequences, torch.tensor([block]), torch.tensor([count - 1]), torch.empty(1, 0, dtype=torch.int64))
+
+
 class TestCommit:
     def state(self, length: int, limit: int, stop_ids: tuple[int, ...] = ()) -> RoundState:
         state = RoundState.empty(40, 4, stop_ids, torch.device("cpu"))
@@ -124,7 +130,7 @@ class TestCommit:
     def test_cuts(self, count: int, room: int, stop_at: int | None) -> None:
         state = self.state(5, 5 + room, (9,))
         block = [9 if slot == stop_at else slot for slot in range(5)]
-        commit(state, torch.tensor(block), torch.tensor([count]), ignore_stop_ids=False)
+        append(state, block, count)
         stopped = stop_at is not None and stop_at < min(count, room)
         expected = min(count, room, stop_at + 1 if stop_at is not None else 5)
         assert state.emitted.item() == expected
@@ -134,16 +140,16 @@ class TestCommit:
 
     def test_after_done_nothing_changes(self) -> None:
         state = self.state(5, 6)
-        commit(state, torch.tensor([1, 2, 3]), torch.tensor([3]), ignore_stop_ids=False)
+        append(state, [1, 2, 3], 3)
         before = {name: value.clone() for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
-        commit(state, torch.tensor([7, 7, 7]), torch.tensor([3]), ignore_stop_ids=False)
+        append(state, [7, 7, 7], 3)
         assert state.emitted.item() == 0
         for name in ("tokens", "length", "limit", "done", "seed"):
             assert torch.equal(getattr(state, name), before[name])
 
     def test_stop_ids_can_be_ignored(self) -> None:
         state = self.state(5, 30, (9,))
-        commit(state, torch.tensor([9, 9, 1]), torch.tensor([3]), ignore_stop_ids=True)
+        append(state, [9, 9, 1], 3, ignore_stop_ids=True)
         assert (state.emitted.item(), state.done.item()) == (3, False)
 
 

@@ -168,7 +168,7 @@ def test_row_law_at_low_temperature_stays_finite() -> None:
         ({"seed": True}, "seed: expected an integer"),
         ({"position": -1}, "position: expected a token index"),
         ({"stream": "accept"}, "stream must be one of"),
-        ({"backend": "triton"}, "backend must be None or 'torch'"),
+        ({"backend": "cuda"}, "backend must be None, 'torch' or 'triton'"),
         ({"allowed": torch.zeros(1, 1, dtype=torch.int32)}, r"allowed: expected shape \(1, 2\)"),
         ({"allowed": torch.zeros(1, 2)}, "allowed: expected int32, got float32"),
         ({"logits": torch.zeros(40)}, r"logits: expected a tensor \[B, V\], got \(40,\)"),

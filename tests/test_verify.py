@@ -271,7 +271,7 @@ def test_out_is_written_and_inputs_are_not() -> None:
         ({"allowed": torch.zeros(2, 2, 2, dtype=torch.int32)}, r"allowed: expected shape \(2, 3, 2\)"),
         ({"draft_temperature": -1.0}, "temperature must be 0"),
         ({"draft_top_p": 0.0}, "top_p must be in"),
-        ({"backend": "cuda"}, "backend must be None or 'torch'"),
+        ({"backend": "cuda"}, "backend must be None, 'torch' or 'triton'"),
         ({"out": fs.Verification.empty(2, 3)}, r"out token_ids: expected shape \(2, 3\)"),
     ],
 )
