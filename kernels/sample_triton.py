@@ -63,7 +63,7 @@ def pick_tokens_kernel(
     token = tl.full([], -1, tl.int32)
     log_p = tl.full([], float("nan"), tl.float32)
     bits = tl.full([], 0, tl.int32)
-    if top == -float("inf"):
+    if total == 0:
         bits = tl.full([], 4, tl.int32)
         token = lowest_allowed(allowed_row, size)
         total, lowest = total + 1.0, top

@@ -67,8 +67,8 @@ def drafted_probabilities(
             top, mass_kept, lowest, _ = row_laws(
                 peak, mass, None, law_peak, law_total, law_cutoff, None, rows, tested, groups, all_rows, CHUNK
             )
-            empty = top == -float("inf")
-            sound = (mass_kept > 0) & (mass_kept < float("inf")) & (top < float("inf")) & (empty == 0)
+            empty = mass_kept == 0
+            sound = (mass_kept > 0) & (mass_kept < float("inf")) & (top < float("inf"))
             usable = tl.where(sound, mass_kept, 1.0)
             offset = -tl.log(usable).to(tl.float32)
             shift = tl.where(sound, top, 0.0)
@@ -102,8 +102,8 @@ def verified_probabilities(
     top, total, lowest, mean = row_laws(
         peak, mass, weighted, law_peak, law_total, law_cutoff, law_mean, rows, exists, groups, all_rows, CHUNK
     )
-    sound = exists & (total > 0) & (total < float("inf")) & (top > -float("inf")) & (top < float("inf"))
-    error = tl.where(exists & (sound == 0), tl.where(top == -float("inf"), 4, 1), 0)
+    sound = exists & (total > 0) & (total < float("inf")) & (top < float("inf"))
+    error = tl.where(exists & (sound == 0), tl.where(total == 0, 4, 1), 0)
     inside = sound & (ids >= 0) & (ids < target_size)
     total = tl.where(sound, total, 1.0)
     top = tl.where(sound, top, 0.0)

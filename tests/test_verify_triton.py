@@ -1,6 +1,7 @@
-"""The Triton path of fs.verify, under Triton's interpreter, against the torch path: same tokens, same prices, same errors."""
+"""The Triton path of fs.verify, under Triton's interpreter, against the torch path: tokens, prices and errors."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +218,65 @@ def test_commit_within_the_launch() -> None:
     assert (ours.drafted == torch.where(torch.arange(batch) % 5 == 0, 2, 4)).all()
 
 
-def test_rule_of_another_batch_size_is_refused() -> None:
+SPOILS: list[Any] = [
+    lambda t, d, n: None,
+    lambda t, d, n: t[0].fill_(math.nan),
+    lambda t, d, n: t[0, 5:6].fill_(math.nan),
+    lambda t, d, n: t[0, 5:6].fill_(math.inf),
+    lambda t, d, n: t[0].fill_(-math.inf),
+    lambda t, d, n: d[0].fill_(math.nan),
+    lambda t, d, n: d[0, 5:6].fill_(math.inf),
+    lambda t, d, n: d[0].fill_(-math.inf),
+    lambda t, d, n: n[0:1].fill_(60),
+    lambda t, d, n: n[0:1].fill_(-7),
+    lambda t, d, n: n[0:1].fill_(2**40),
+    lambda t, d, n: d[0, n[0] : n[0] + 1].fill_(-math.inf),
+    lambda t, d, n: t[2].fill_(math.nan),
+    lambda t, d, n: t.fill_(1.5),
+    lambda t, d, n: (t.fill_(1.5), d.fill_(-2.0)),
+    lambda t, d, n: (t[0].fill_(-math.inf), t[0, 7:8].fill_(0.0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "mask"),
+    [
+        *((rule, options, False) for rule in RULES for options in ({}, {"temperature": 0.0})),
+        *((rule, {"top_k": 5, "top_p": 0.9}, False) for rule in RULES[:4]),
+        *((rule, {}, True) for rule in RULES[:4]),
+    ],
+    ids=str,
+)
+def test_degenerate_rows(rule: Rule, options: dict[str, Any], mask: bool) -> None:
+    """A batch of rows that have no law, drafts that cannot be, ties and one-hot rows: as the torch path has it."""
+    batch, m, size = len(SPOILS), 2, 60
+    target = torch.randn(batch, m + 1, size)
+    draft = target[:, :m] + torch.randn(batch, m, size) / 4
+    ids = draft.argmax(-1)
+    for b, spoil in enumerate(SPOILS):
+        spoil(target[b], draft[b], ids[b])
+    if mask:  # only the lowest allowed id of a row without a law tells whether the mask was looked at
+        words = torch.full((batch, m + 1, 2), -8, dtype=torch.int32)
+        words[1::2] = -2
+        options = {**options, "allowed": words}
+    out = both(target, ids, draft, rule=rule, **options)
+    assert len(set(out.error.tolist())) >= 5
+    tokens = out.token_ids.gather(1, out.num_accepted[:, None])
+    assert ((tokens >= 0) & (tokens < size)).all()
+
+
+def test_refusals() -> None:
     target, draft = rows(2, 1, 10, 10, torch.float32)
+    three = fs.Cactus(torch.tensor([0.1, 0.2, 0.3]))
     with pytest.raises(fs.InvalidInput, match=r"delta has shape \(3,\), expected \(2,\)"):
-        run(target, [[1], [2]], draft, rule=fs.Cactus(torch.tensor([0.1, 0.2, 0.3])), backend="triton")
+        run(target, [[1], [2]], draft, rule=three, backend="triton")
+    elsewhere = (torch.zeros(2, 1, device="meta"), torch.zeros(2, 1), torch.zeros(2, 1))
     with pytest.raises(fs.InvalidInput, match="draft_stats lse: expected a tensor on cpu"):
-        stats = (torch.zeros(2, 1, device="meta"), torch.zeros(2, 1), torch.zeros(2, 1))
-        run(target, [[1], [2]], draft, draft_stats=stats, backend="triton")
+        run(target, [[1], [2]], draft, draft_stats=elsewhere, backend="triton")
+    with pytest.raises(fs.InvalidInput, match="temperature must be 0"):
+        run(target, [[1], [2]], draft, temperature=torch.tensor([1.0, -1.0]), backend="triton")
+    with pytest.raises(fs.InvalidInput, match="seed: expected 0 <= seed"):
+        run(target, [[1], [2]], draft, seed=-1, backend="triton")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
