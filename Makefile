@@ -10,7 +10,7 @@ PINS := pyproject.toml constraints.txt
 # Two pips in one environment would trip over each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test perf lint types format clean
+.PHONY: help demo test dryrun perf lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ demo: $(VENV)/run.stamp $(VENV)/weights.stamp  ## generate text with a small rea
 # Two workers of one thread each: OpenMP threads that share cores with anything else spend their time waiting.
 test: $(VENV)/test.stamp $(VENV)/weights.stamp  ## run the tests; PYTEST_ARGS="-k rules"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+dryrun: $(VENV)/run.stamp  ## trace the kernels without a GPU and compile them for sm_80, sm_90 and sm_100
+	env -u TRITON_INTERPRET $(BIN)/python tools/dryrun.py --arch 80,90,100
 
 # Timing: one process, nothing beside it. FIGURES= keeps what was measured.
 perf: $(VENV)/test.stamp $(VENV)/weights.stamp  ## run the benchmarks, on a quiet machine; FIGURES=perf/results/x.json

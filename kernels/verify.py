@@ -2,7 +2,8 @@
 
 Slot i holds draft n_i and verifier law q_i. Drafts are accepted in order while u_i * p_n < g(q_n); the first rejected
 slot draws its token from the residual (h - p)+, and if every draft present was accepted the next row's plain q gives
-one more. Rows past the deciding one are never looked at, so nothing can depend on untested drafts.
+one more. Nothing depends on rows past the deciding one: the torch path does not look at them, the Triton path
+(kernels/verify_triton.py) takes their statistics together with the others' and leaves them at that.
 """
 
 from dataclasses import dataclass
@@ -100,9 +101,16 @@ def verify(
 ) -> Verification:
     """Accept or reject drafted tokens and draw the token that follows them. Inputs are never modified.
 
+    On the Triton path this takes three launches, four with filters, and what kernels/pair_bounds.py says for rules over
+    pairs of rows; one launch more reads the draft's rows for statistics where there are draft_logits without
+    draft_stats. No launch waits for another program, no probability over the vocabulary is stored, and nothing is read
+    on the host, so a call can be captured in a CUDA graph once every kernel of it has run before (to be compiled). A
+    graph reads tensors when it is replayed and keeps numbers as they were: pass seed, position and whatever else varies
+    as tensors. Arguments in range are the caller's business where they are tensors on a GPU: they are not looked at.
+
     Args:
-        target_logits: [B, m+1, V] float32, bfloat16 or float16, unit stride in V. Row i is the verifier's law of the
-            token in slot i, given the drafts before it.
+        target_logits: [B, m+1, V] float32, bfloat16 or float16, unit stride in V, any other strides. Row i is the
+            verifier's law of the token in slot i, given the drafts before it. m >= 0.
         draft_token_ids: [B, m] int64 or int32; -1 says that this and later slots hold no draft.
         draft_logits: [B, m, Vd] as above, or None for a deterministic drafter (p is one-hot at the draft). The
             vocabularies may be padded differently: ids >= V have q = 0, ids >= Vd have p = 0.
@@ -113,18 +121,38 @@ def verify(
         allowed: int32 bitmask [B, m+1, ceil(V/32)] for the target rows, bit i of word w for id 32 w + i. Drafts drawn
             under a mask need draft_logits that have it applied.
         draft_temperature, draft_top_k, draft_top_p, draft_min_p: what drafts were drawn with; None is as the target.
-        draft_stats: (lse, cutoff, logprob), each [B, m] float32, from `sample`; None computes them from draft_logits.
+        draft_stats: (lse, cutoff, logprob), each [B, m] float32 in nats, from `sample`; None computes them from
+            draft_logits.
         uniforms: [B, m] float32 in [0, 1), used as the acceptance draws instead of Philox.
-        backend: "triton", "torch", or None: Triton where the logits are not on the CPU.
+        backend: "triton", "torch", or None: Triton where the logits are not on the CPU. Triton on CPU tensors needs
+            its interpreter (TRITON_INTERPRET=1).
         out: a `Verification` to write into.
-        sequences: sequences to append the tokens to, cut behind a stop id and at the limit; within the same launch on
+        sequences: sequences to append the tokens to, cut behind a stop id and at the limit; within the last launch on
             the Triton path.
 
     Returns:
-        A `Verification`; `out` if given.
+        A `Verification`; `out` if given. Same arguments, same tokens on every backend and in every batch slot, except
+        where a draw lies within rounding of a boundary.
 
     Raises:
-        InvalidInput: an argument has another shape, dtype or range than stated here.
+        InvalidInput: an argument has another shape, dtype, device or range than stated here.
+
+    Sources:
+        Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318): speculative sampling. The other rules
+        name theirs in `fused_spec.rules`. Salmon et al. 2011: Philox. Milakov and Gimelshein 2018 (1805.02867): the
+        statistics of a row in one pass.
+
+    Example:
+        A draft that the verifier finds half as likely as the drafter did is accepted half of the time:
+
+        >>> import torch, fused_spec as fs
+        >>> draft = torch.tensor([[[0.5, 0.5]]]).log()
+        >>> target = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]]).log()
+        >>> out = fs.verify(target, torch.tensor([[0]]), draft, rule=fs.SpeculativeSampling(), seed=2, position=7)
+        >>> out.accept_prob
+        tensor([[0.5000]])
+        >>> out.num_accepted, out.token_ids
+        (tensor([0]), tensor([[ 1, -1]]))
     """
     if not isinstance(rule, Rule):
         raise InvalidInput(f"rule must be an acceptance rule such as SpeculativeSampling(), got {rule!r}")

@@ -67,7 +67,7 @@ def test_24_bits_or_a_float32_running_sum_would_fail() -> None:
 
 
 def test_the_kernel_draws_the_same_tail_tokens() -> None:
-    """20 draws out of the tail, a quarter of a token's share or more from its ends: token for token, and the exact ones.
+    """20 draws from the tail, a quarter of a token away from its ends or more: token for token, and the exact ones.
 
     Float32 sums over a group put the tops' mass wrong by 3e-7 of it at most, which moves a draw in the last 3 % of the
     uniforms by 3 % of that, 0.15 of a tail token's share.

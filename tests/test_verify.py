@@ -1,6 +1,9 @@
 """fs.verify: ordering, ragged batches, padded vocabularies, memory, and rows that have no law."""
 
+import doctest
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fused_spec as fs
+from fused_spec.kernels import verify
 from fused_spec.kernels.acceptance import decide
 from fused_spec.kernels.philox import acceptance_uniform
 from fused_spec.kernels.row_law import Processing, row_law
 from fused_spec.kernels.verify_request import Request
 from fused_spec.rules import Rule
 from rounds import RULES, SPS, drafted, run
+
+
+def test_the_example_in_the_docstring() -> None:
+    result = doctest.testmod(verify)
+    assert (result.failed, result.attempted) == (0, 6)
 
 
 def test_acceptance_follows_the_stream_and_stops_at_the_first_rejection() -> None:
@@ -287,3 +296,12 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(fs.InvalidInput, match=message) as caught:
         fs.verify(**arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_the_round_in_the_documentation() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert (names["length"] - 100 == names["out"].num_accepted + 1).all()
+    assert names["out"].error.sum() == 0
