@@ -53,7 +53,7 @@ def pick_tokens_kernel(
     b = tl.program_id(0).to(tl.int64)
     t = parameter(temperature, b, tl.float32)
     one = tl.zeros([1], tl.int64) + b
-    tops, totals, lowests, means = row_laws(
+    tops, totals, lowests, _means = row_laws(
         peak, mass, None, law_peak, law_total, law_cutoff, None, one, one >= 0, groups, tl.num_programs(0), CHUNK
     )
     top, total, lowest = tl.max(tops, 0), tl.sum(totals, 0), tl.max(lowests, 0)
