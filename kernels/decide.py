@@ -221,7 +221,7 @@ def decide(
     launch(
         decide_kernel,
         (mass_groups * GROUP.value // TILE, batch),
-        num_warps=4 if slots <= 32 else 8,
+        num_warps=8,
         **row_arguments(target, drafts),
         **located("lse", lse),
         **located("cutoff", cutoff),

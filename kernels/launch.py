@@ -12,6 +12,14 @@ import torch
 
 from fused_spec.errors import InvalidInput
 
+COMPILATION: dict[str, Any] = {"enable_fp_fusion": False, "maxnreg": 128}
+"""How every kernel is compiled.
+
+Products and sums are not fused: q - p must be exactly zero where both are computed alike, and the interpreter must do
+the arithmetic that a GPU does. Given so many registers, ptxas does not spill; left alone it spills a value here and
+there, to fit more programs on a multiprocessor than there will be.
+"""
+
 
 class Launch(NamedTuple):
     """One call of `launch`."""
@@ -39,9 +47,6 @@ def recorded() -> Iterator[list[Launch]]:
 def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, **arguments: Any) -> None:
     """Run a `triton.jit` function, or note it where its tensors are on the meta device.
 
-    Products and sums are not fused: q - p must be exactly zero where the two are computed alike, and the interpreter
-    must do the arithmetic that a GPU does.
-
     Args:
         kernel: the function.
         grid: programs along up to three axes.
@@ -61,7 +66,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, **argument
             "backend 'triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before Triton is "
             "imported, or use backend 'torch'"
         )
-    kernel[grid](**arguments, num_warps=num_warps, enable_fp_fusion=False)
+    kernel[grid](**arguments, num_warps=num_warps, **COMPILATION)
 
 
 def is_interpreted(kernel: Any) -> bool:

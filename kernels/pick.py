@@ -132,6 +132,7 @@ def pick_and_commit(
     launch(
         pick_kernel,
         (batch,),
+        num_warps=8,
         **row_arguments(target, drafts),
         seed=key[0],
         position=key[1],

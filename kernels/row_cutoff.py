@@ -217,7 +217,7 @@ def row_cutoffs(target: Rows, draft: Rows | None, statistics: Statistics, *, ent
     launch(
         row_cutoff_kernel,
         (every,),
-        num_warps=16,  # with 8, ptxas spills to fit two programs on a multiprocessor that has one to run
+        num_warps=16,
         **located("target", target.logits),
         **_shape("target_", target),
         **_processing("", target),

@@ -110,6 +110,7 @@ def sample_triton(rows: Rows, key: tuple[Scalar, Scalar], stream: int, out: Any)
     launch(
         pick_tokens_kernel,
         (batch,),
+        num_warps=8,
         **_one_row_each(rows),
         seed=key[0],
         position=key[1],

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from traffic import traffic
 
 import fused_spec as fs
 from fused_spec.kernels import decide, processed_rows, row_statistics, sample_triton
 from fused_spec.kernels.launch import recorded
 from fused_spec.rules import Rule
 from rounds import RULES, SPS, drafted, run
+from traffic import traffic
 
 V = 151_936
 USUAL = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traffic import traffic
 
 from fused_spec.kernels.filter import keep_reference
 from fused_spec.kernels.launch import launch, recorded
@@ -16,6 +15,7 @@ from fused_spec.kernels.processed_rows import Laws, row_laws
 from fused_spec.kernels.row_cutoff import row_cutoffs
 from fused_spec.kernels.row_law import Processing, row_law, unpack_mask
 from fused_spec.kernels.row_statistics import Rows, Statistics, row_statistics
+from traffic import traffic
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -253,6 +253,18 @@ def test_a_mask_that_allows_nothing() -> None:
     laws = one_row(torch.randn(100), Processing(1.0, 5, 0.9, 0.0), torch.zeros(4, dtype=torch.int32))
     assert laws.total.item() == 0
     assert laws.cutoff.item() == -math.inf
+
+
+@pytest.mark.parametrize("size", [2, 129, 5000])
+def test_top_k_of_every_token_is_off(size: int) -> None:
+    """One token fewer cuts the last; more than are allowed cut nothing."""
+    logits = torch.randn(size)
+    for top_k in (size - 1, size, size + 1):
+        assert_law(one_row(logits, Processing(0.7, top_k, 1.0, 0.0)), 0, logits, Processing(0.7, top_k, 1.0, 0.0))
+    assert one_row(logits, Processing(0.7, size, 1.0, 0.0)).cutoff.item() == -math.inf
+    logits[0] = -math.inf
+    for top_k in (size - 1, size):
+        assert_law(one_row(logits, Processing(0.7, top_k, 1.0, 0.0)), 0, logits, Processing(0.7, top_k, 1.0, 0.0))
 
 
 LARGE = [

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from fused_spec.kernels.launch import Launch
+from fused_spec.kernels.launch import COMPILATION, Launch
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory one program may have, by compute capability (CUDA C++ Programming Guide, technical
@@ -62,7 +62,7 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
         name: StandIn(value) if isinstance(value, torch.Tensor) else value for name, value in launch.arguments.items()
     }
     try:
-        kernel = launch.kernel.warmup(grid=launch.grid, num_warps=launch.num_warps, enable_fp_fusion=False, **arguments)
+        kernel = launch.kernel.warmup(grid=launch.grid, num_warps=launch.num_warps, **COMPILATION, **arguments)
     except Exception as error:  # whatever the compiler raises: its own errors, MLIR's RuntimeError, ptxas' failures
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise CompilationFailed(f"{type(error).__name__}: {lines[-1] if lines else 'no message'}") from error
