@@ -39,6 +39,12 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: 
         raise InvalidInput(f"{name}: expected {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
+def check_unit_stride(name: str, tensor: torch.Tensor | None) -> None:
+    """Raise unless the entries of the last dimension, if there is a tensor, lie next to each other."""
+    if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InvalidInput(f"{name}: expected unit stride in the last dimension, got strides {tensor.stride()}")
+
+
 def check_out(out: object, expected: object) -> None:
     """Raise unless every tensor of an `out=` has the shape and dtype of the expected dataclass of tensors."""
     if type(out) is not type(expected):

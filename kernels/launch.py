@@ -5,7 +5,7 @@ so that launches can be counted and the kernel compiled ahead of time where ther
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,9 @@ Products and sums are not fused: q - p must be exactly zero where both are compu
 the arithmetic that a GPU does. Given so many registers, ptxas does not spill; left alone it spills a value here and
 there, to fit more programs on a multiprocessor than there will be.
 """
+
+
+_LARGEST_GRID = 65_535  # of CUDA, along the second and third axis
 
 
 class Launch(NamedTuple):
@@ -54,19 +57,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, **argument
         arguments: every parameter of the kernel by name.
 
     Raises:
-        InvalidInput: the tensors are on the CPU and the kernel was not imported under Triton's interpreter.
+        InvalidInput: the tensors are on the CPU and the kernel was not imported under Triton's interpreter, or the grid
+            is larger than CUDA allows.
     """
     for launches in _recorders:
         launches.append(Launch(kernel, grid, arguments, num_warps))
-    device = next(value.device.type for value in arguments.values() if isinstance(value, torch.Tensor))
-    if device == "meta":
+    if max(grid[1:], default=1) > _LARGEST_GRID:
+        raise InvalidInput(f"the batch has too many rows for one call: {max(grid[1:])}, at most {_LARGEST_GRID}")
+    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    if device.type == "meta":
         return
-    if device == "cpu" and not is_interpreted(kernel):
+    if device.type == "cpu" and not is_interpreted(kernel):
         raise InvalidInput(
             "backend 'triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before Triton is "
             "imported, or use backend 'torch'"
         )
-    kernel[grid](**arguments, num_warps=num_warps, **COMPILATION)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current one
+        kernel[grid](**arguments, num_warps=num_warps, **COMPILATION)
 
 
 def is_interpreted(kernel: Any) -> bool:

@@ -20,6 +20,7 @@ from fused_spec.kernels.check import (
     check_out,
     check_processing,
     check_tensor,
+    check_unit_stride,
     kernel_argument,
     per_request,
     runs_on_triton,
@@ -90,6 +91,7 @@ def kernel_rows(
     batch, device = logits.shape[0], logits.device
     temperature, top_k, top_p, min_p = processing
     check_device("allowed", allowed, device)
+    check_unit_stride("allowed", allowed)
     rows = Rows(
         logits,
         allowed if allowed is None or allowed.dim() == 3 else allowed[:, None],

@@ -17,6 +17,7 @@ from fused_spec.kernels.check import (
     check_logits,
     check_out,
     check_tensor,
+    check_unit_stride,
     runs_on_triton,
     seeds_and_positions,
 )
@@ -232,8 +233,11 @@ def _check_devices(
         check_device(f"draft_stats {name}", tensor, device)
     for name, tensor in vars(out).items():
         check_device(f"out {name}", tensor, device)
+    for name in ("num_accepted", "error"):
+        check_unit_stride(f"out {name}", getattr(out, name))
     for name, tensor in ({} if sequences is None else sequences._asdict()).items():
         check_device(f"sequences {name}", tensor, device)
+        check_unit_stride(f"sequences {name}", tensor)
 
 
 def _check_shapes(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,14 @@ def test_refusals() -> None:
     elsewhere = (torch.zeros(2, 1, device="meta"), torch.zeros(2, 1), torch.zeros(2, 1))
     with pytest.raises(fs.InvalidInput, match="draft_stats lse: expected a tensor on cpu"):
         run(target, [[1], [2]], draft, draft_stats=elsewhere, backend="triton")
+    out = replace(fs.Verification.empty(2, 1), num_accepted=torch.zeros(4, dtype=torch.int64)[::2])
+    with pytest.raises(fs.InvalidInput, match="out num_accepted: expected unit stride"):
+        run(target, [[1], [2]], draft, out=out, backend="triton")
+    wide, mask = torch.zeros(2, 2, 40), torch.zeros(2, 2, 4, dtype=torch.int32)[..., ::2]
+    with pytest.raises(fs.InvalidInput, match="allowed: expected unit stride"):
+        run(wide, [[1], [2]], wide[:, :1], allowed=mask, backend="triton")
+    with pytest.raises(fs.InvalidInput, match="at most 65535"):
+        run(torch.zeros(1, 1, 2).expand(70_000, 1, 2), torch.empty(70_000, 0, dtype=torch.int64), backend="triton")
     with pytest.raises(fs.InvalidInput, match="temperature must be 0"):
         run(target, [[1], [2]], draft, temperature=torch.tensor([1.0, -1.0]), backend="triton")
     with pytest.raises(fs.InvalidInput, match="seed: expected 0 <= seed"):
