@@ -3,6 +3,7 @@
 from fused_spec.engine import Engine
 from fused_spec.errors import InvalidInput
 from fused_spec.generation import Chunk, Generation, GenerationError, GenerationOutput
+from fused_spec.kernels.commit import Sequences
 from fused_spec.kernels.sample import Sample, sample
 from fused_spec.kernels.verify import Verification, verify
 from fused_spec.rules import (
@@ -36,6 +37,7 @@ __all__ = [
     "MentoredDecoding",
     "Rule",
     "Sample",
+    "Sequences",
     "SpeculativeSampling",
     "Statistics",
     "TypicalAcceptance",

@@ -78,11 +78,12 @@ def per_request(name: str, value: Scalar, batch: int, *, integer: bool = False) 
 def kernel_argument(
     name: str, value: Scalar, batch: int, device: torch.device, *, integer: bool = False
 ) -> float | torch.Tensor:
-    """A scalar or tensor [B] argument as a kernel takes it; a tensor has to be on the device, and is not read."""
+    """A scalar or tensor [B] argument as a kernel takes it; a tensor has to lie on the device, in a piece."""
     check_per_request(name, value, batch, integer=integer)
     if isinstance(value, torch.Tensor):
         check_device(name, value, device)
-        return value.contiguous()
+        check_unit_stride(name, value)
+        return value
     return int(value) if integer else float(value)
 
 

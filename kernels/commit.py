@@ -1,6 +1,6 @@
 """Append the tokens of a round to their sequences, cut behind the first stop id and at the limit.
 
-    emitted = min(accepted + 1, first stop id + 1, limit - length), 0 once a sequence is done
+    emitted = min(accepted + 1, first stop id + 1, min(limit, capacity) - length), 0 once a sequence is done
 
 On the torch path this is a function of its own; the Triton path does it inside the launch that draws the last token.
 """
@@ -18,8 +18,8 @@ class Sequences(NamedTuple):
 
     Attributes:
         tokens: [B, capacity] int64, unit stride; the first `length` of a row are committed.
-        length, limit: [B] int64, committed tokens and the length at which a sequence ends.
-        done: [B] bool; a sequence that is done is left alone.
+        length, limit: [B] int64, committed tokens and the length at which a sequence ends, the capacity at the latest.
+        done: [B] bool; of a sequence that is done, tokens, length and done are left alone.
         stop_ids: [E] int64, tokens that end a sequence.
         emitted: [B] int64, how many tokens the last round committed.
         drafted: [B] int64, how many drafts the last round had.
@@ -61,11 +61,12 @@ def commit(sequences: Sequences, token_ids: torch.Tensor, num_accepted: torch.Te
     drafted.copy_((drafts != -1).cumprod(1).sum(1))
     stops = torch.isin(token_ids, stop_ids) & (slots <= num_accepted[:, None])
     up_to_stop = torch.where(stops, slots + 1, token_ids.shape[1]).amin(1)
+    limit = limit.clamp(max=tokens.shape[1])
     room = (limit - length).clamp(min=0)
     emitted.copy_(torch.minimum(torch.minimum(num_accepted + 1, up_to_stop), room) * ~done)
-    positions = (length[:, None] + slots).clamp(max=tokens.shape[1] - 1)
     written = slots < emitted[:, None]
-    tokens.scatter_(1, positions, torch.where(written, token_ids, tokens.gather(1, positions)))
+    request, slot = written.nonzero(as_tuple=True)
+    tokens[request, length[request] + slot] = token_ids[request, slot]
     length.add_(emitted)
     done.logical_or_((stops & written).any(1))
     done.logical_or_(length >= limit)

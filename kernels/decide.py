@@ -29,7 +29,7 @@ from fused_spec.kernels.pair_bounds import PairBounds
 from fused_spec.kernels.processed_rows import INT_MAX, Laws, chunk_of_groups
 from fused_spec.kernels.residual_weights import Choice, residual_weights, store_choice
 from fused_spec.kernels.row_access import GROUP, acceptance_uniform, parameter
-from fused_spec.kernels.row_statistics import Rows, Statistics, located
+from fused_spec.kernels.row_statistics import GroupStatistics, Rows, located
 from fused_spec.kernels.slot_probabilities import (
     NO_P,
     at_slot,
@@ -65,7 +65,7 @@ def decide_kernel(
     logprob, logprob_stride_b, logprob_stride_r,
     first_parameter, second_parameter, pair_low, pair_high, pair_cut, pair_share,
     seed, position, uniforms, uniforms_stride_b, uniforms_stride_r,
-    peak, mass, weighted, first, law_peak, law_total, law_cutoff, law_mean,
+    peak, mass, weighted, first, law_peak, law_total, law_cutoff, law_weighted_total,
     num_accepted, accept_prob, accept_prob_stride_b, accept_prob_stride_r,
     tv_gain, tv_gain_stride_b, tv_gain_stride_r, error,
     numbers, scalars, masses,
@@ -82,8 +82,8 @@ def decide_kernel(
     q, weight, known, q_error, q_cutoff, q_peak, q_inverse, entropy, greedy = verified_probabilities(
         n, slots, slots <= num_drafts, b, target, target_stride_b, target_stride_r, target_size,
         allowed, allowed_stride_b, allowed_stride_r, t,
-        peak, mass, weighted, first, law_peak, law_total, law_cutoff, law_mean, b * (num_drafts + 1), groups, all_rows,
-        CHUNK,
+        peak, mass, weighted, first, law_peak, law_total, law_cutoff, law_weighted_total,
+        b * (num_drafts + 1), groups, all_rows, CHUNK,
     )  # fmt: skip
     p, p_error, p_cutoff, p_shift, p_offset, kind = drafted_probabilities(
         n, slots, tested, b, target_size, draft, draft_stride_b, draft_stride_r, draft_size, t_draft,
@@ -128,16 +128,17 @@ def decide_kernel(
     if (RULE == CACTUS) | (RULE == CACTUS_EXACT):
         own_weight = tl.where(at_slot(known.to(tl.int32), slots, slot) != 0, at_slot(g, slots, slot), -1.0)
     own_weight = tl.where(rejected, tl.where(p_n > 0, 0.0, own_weight), -1.0).to(tl.float32)
-    factor = at_slot(q_inverse, slots, slot).to(tl.float32)
+    q_factor = at_slot(q_inverse, slots, slot).to(tl.float32)
     row_scale = tl.where(rejected, at_slot(scale, slots, slot), 1.0)
     if (RULE == PAIR) | (RULE == PAIR_WITHIN_SUPPORT):
         has_target = rejected & (at_slot(known.to(tl.int32), slots, slot) != 0) & (p_kind != NO_P)
         row_scale = tl.where(has_target, 1.0, -1.0)
     row_scale = row_scale.to(tl.float32)
-    shift, lowest = at_slot(q_peak, slots, slot), at_slot(q_cutoff, slots, slot)
-    p_low, p_at, p_plus = at_slot(p_cutoff, slots, slot), at_slot(p_shift, slots, slot), at_slot(p_offset, slots, slot)
-    r_low, r_high = at_slot(low, slots, slot).to(tl.float32), at_slot(high, slots, slot).to(tl.float32)
-    r_cut, r_share = at_slot(cut, slots, slot).to(tl.float32), at_slot(share, slots, slot).to(tl.float32)
+    q_shift, q_cutoff = at_slot(q_peak, slots, slot), at_slot(q_cutoff, slots, slot)
+    p_cutoff, p_shift = at_slot(p_cutoff, slots, slot), at_slot(p_shift, slots, slot)
+    p_offset = at_slot(p_offset, slots, slot)
+    low, high = at_slot(low, slots, slot).to(tl.float32), at_slot(high, slots, slot).to(tl.float32)
+    cut, share = at_slot(cut, slots, slot).to(tl.float32), at_slot(share, slots, slot).to(tl.float32)
     token = tl.full([], -1, tl.int32)
     if first is not None:
         fixed = t == 0
@@ -151,8 +152,8 @@ def decide_kernel(
         token = lowest_allowed(allowed_row, target_size)
     if tile == 0:
         store_choice(
-            numbers + b * 4, scalars + b * 12, slot, token, drafted, p_kind, lowest, shift, factor,
-            p_low, p_at, p_plus, row_scale, own_weight, r_low, r_high, r_cut, r_share,
+            numbers + b * 4, scalars + b * 12, slot, token, drafted, p_kind, q_cutoff, q_shift, q_factor,
+            p_cutoff, p_shift, p_offset, row_scale, own_weight, low, high, cut, share,
         )  # fmt: skip
 
     GROUPS: tl.constexpr = TILE // GROUP
@@ -164,8 +165,8 @@ def decide_kernel(
     residual, law = residual_weights(
         tokens, tokens < tl.where(token < 0, target_size, 0),  # nothing is weighed where the token is known
         target + b * target_stride_b + slot.to(tl.int64) * target_stride_r, target_size, allowed_row, t,
-        draft_row, draft_size, t_draft, drafted, p_kind, lowest, shift, factor,
-        p_low, p_at, p_plus, row_scale, own_weight, r_low, r_high, r_cut, r_share, RULE,
+        draft_row, draft_size, t_draft, drafted, p_kind, q_cutoff, q_shift, q_factor,
+        p_cutoff, p_shift, p_offset, row_scale, own_weight, low, high, cut, share, RULE,
     )  # fmt: skip
     tl.store(masses + b * 2 * mass_groups + own_groups, tl.sum(residual, 1))
     tl.store(masses + (b * 2 + 1) * mass_groups + own_groups, tl.sum(law, 1))
@@ -185,7 +186,7 @@ class Drafts(NamedTuple):
     statistics: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
-class Outcome(NamedTuple):
+class DecisionBuffers(NamedTuple):
     """Where the decisions are written: [B], [B, m], [B, m], [B], as in `Verification`."""
 
     num_accepted: torch.Tensor
@@ -194,16 +195,16 @@ class Outcome(NamedTuple):
     error: torch.Tensor
 
 
-def decide(
+def decide_and_weigh(
     rule: Rule,
     target: Rows,
     drafts: Drafts,
-    statistics: Statistics,
+    statistics: GroupStatistics,
     laws: Laws | None,
     bounds: PairBounds | None,
     key: tuple[Scalar, Scalar],
     uniforms: torch.Tensor | None,
-    out: Outcome,
+    out: DecisionBuffers,
 ) -> Choice:
     """Launch over the groups of the deciding rows; key is (seed, position)."""
     batch, rows, size = target.logits.shape
@@ -242,7 +243,7 @@ def decide(
         law_peak=None if laws is None else laws.peak,
         law_total=None if laws is None else laws.total,
         law_cutoff=None if laws is None else laws.cutoff,
-        law_mean=None if laws is None else laws.mean,
+        law_weighted_total=None if laws is None else laws.weighted_total,
         num_accepted=out.num_accepted,
         **located("accept_prob", out.accept_prob),
         **located("tv_gain", out.tv_gain),

@@ -25,7 +25,7 @@ from fused_spec.kernels.pair_rows import draft_row, target_row
 from fused_spec.kernels.pair_search import KNOTS, SUMS, SWEEPS, next_bracket, store_bracket, try_knots
 from fused_spec.kernels.processed_rows import Laws, chunk_of_groups
 from fused_spec.kernels.row_access import finite_base, parameter
-from fused_spec.kernels.row_statistics import Rows, Statistics, located
+from fused_spec.kernels.row_statistics import GroupStatistics, Rows, located
 from fused_spec.rules import CascadeOpt, CascadeToken, MentoredDecoding, Rule
 
 TILE = 2048
@@ -71,7 +71,7 @@ def pair_sums_kernel(
     setting, last_bracket, last_partials, bracket, partials,
     groups, all_rows, RULE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    tile, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, i, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     tiles, m, batch = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
     slot, ids = b * m + i, tile * TILE + tl.arange(0, TILE)
     value = parameter(setting, b, tl.float64)
@@ -161,7 +161,7 @@ def pair_bounds(
     target: Rows,
     draft: Rows | None,
     draft_ids: torch.Tensor,
-    statistics: Statistics,
+    statistics: GroupStatistics,
     laws: Laws | None,
     draft_stats: DraftStats | None,
 ) -> PairBounds:
@@ -236,7 +236,7 @@ def _row_arguments(
     target: Rows,
     draft: Rows | None,
     draft_ids: torch.Tensor,
-    statistics: Statistics,
+    statistics: GroupStatistics,
     laws: Laws | None,
     draft_stats: DraftStats | None,
 ) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fused_spec.kernels.decide import Drafts, row_arguments
 from fused_spec.kernels.inverse_cdf_kernel import pick
 from fused_spec.kernels.launch import launch
 from fused_spec.kernels.residual_weights import Choice, residual_weights
-from fused_spec.kernels.row_access import GROUP, RESAMPLE_STREAM, parameter, sampling_uniform
+from fused_spec.kernels.row_access import GROUP, RESAMPLE_STREAM, ZERO_RESIDUAL, parameter, sampling_uniform
 from fused_spec.kernels.row_statistics import Rows, located
 
 
@@ -50,15 +50,15 @@ def _drawn(
 
 @triton.jit
 def _commit(
-    b, token_ids, slots, slot, present, tokens, tokens_stride_b, length, limit, done, stop_ids, num_stop_ids,
-    emitted, drafted,
+    b, token_ids, slots, slot, present, tokens, tokens_stride_b, capacity, length, limit, done, stop_ids,
+    num_stop_ids, emitted, drafted,
 ):  # fmt: skip
     """Append token_ids [S], of which slots 0..slot count."""
     stops = tl.zeros(slots.shape, tl.int32)
     for i in range(num_stop_ids):
         stops = tl.where(token_ids == tl.load(stop_ids + i), 1, stops)
     stops = tl.where(slots <= slot, stops, 0)
-    start, end = tl.load(length + b), tl.load(limit + b)
+    start, end = tl.load(length + b), tl.minimum(tl.load(limit + b), capacity)
     was_done = tl.load(done + b).to(tl.int1)
     up_to_stop = tl.min(tl.where(stops != 0, slots, slot), 0) + 1
     count = tl.minimum(up_to_stop.to(tl.int64), tl.maximum(end - start, 0))
@@ -80,7 +80,7 @@ def pick_kernel(
     draft, draft_stride_b, draft_stride_r, draft_size, draft_temperature,
     seed, position, numbers, scalars, masses,
     token_ids, token_ids_stride_b, token_ids_stride_r, error,
-    tokens, tokens_stride_b, length, limit, done, stop_ids, num_stop_ids, emitted, drafted,
+    tokens, tokens_stride_b, capacity, length, limit, done, stop_ids, num_stop_ids, emitted, drafted,
     num_drafts, mass_groups, RULE: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -103,7 +103,7 @@ def pick_kernel(
         )  # fmt: skip
         token = drawn.to(tl.int64)
         if fallback:
-            tl.store(error + b, tl.load(error + b) | 32)
+            tl.store(error + b, tl.load(error + b) | ZERO_RESIDUAL)
     slots = tl.arange(0, SLOTS)
     there = slots < num_drafts
     n = tl.load(ids + b * ids_stride_b + slots * ids_stride_r, mask=there, other=-1).to(tl.int64)
@@ -111,8 +111,8 @@ def pick_kernel(
     tl.store(token_ids + b * token_ids_stride_b + slots * token_ids_stride_r, out, mask=slots <= num_drafts)
     if tokens is not None:
         present = tl.min(tl.where(there & (n == -1), slots, num_drafts), 0)
-        _commit(b, out, slots, slot, present, tokens, tokens_stride_b, length, limit, done, stop_ids, num_stop_ids,
-                emitted, drafted)  # fmt: skip
+        _commit(b, out, slots, slot, present, tokens, tokens_stride_b, capacity, length, limit, done,
+                stop_ids, num_stop_ids, emitted, drafted)  # fmt: skip
 
 
 def pick_and_commit(
@@ -140,6 +140,7 @@ def pick_and_commit(
         **located("token_ids", token_ids),
         error=error,
         **at,
+        capacity=0 if sequences is None else sequences.tokens.shape[1],
         tokens_stride_b=0 if sequences is None else sequences.tokens.stride(0),
         num_stop_ids=0 if sequences is None else len(sequences.stop_ids),
         num_drafts=rows - 1,

@@ -16,19 +16,19 @@ INT_MAX = tl.constexpr(2**31 - 1)
 
 
 class Laws(NamedTuple):
-    """What filters leave of each row, rows in the order of `Statistics`.
+    """What filters leave of each row, rows in the order of `GroupStatistics`.
 
     Attributes:
         peak: [rows] float32, the largest z; a greedy row's too.
         total: [rows] float64, sum exp(z - peak) over kept tokens; NaN of a row with a NaN or +inf, 0 of an empty one.
         cutoff: [rows] float32, the smallest kept z, -inf where nothing is cut.
-        mean: [rows] float64, sum exp(z - peak) (z - peak) over kept tokens, or None.
+        weighted_total: [rows] float64, sum exp(z - peak) (z - peak) over kept tokens, or None.
     """
 
     peak: torch.Tensor
     total: torch.Tensor
     cutoff: torch.Tensor
-    mean: torch.Tensor | None
+    weighted_total: torch.Tensor | None
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def merged_sums(peak, mass, weighted, top, rows, inside, groups, all_rows, CHUNK
     """[S] float64 sums of exp(z - top) and of exp(z - top) (z - top), groups merged in order; 0 without `weighted`."""
     base = finite_base(top)
     total = tl.sum(tl.zeros([CHUNK, rows.shape[0]], tl.float64), 0)
-    mean = total
+    weighted_total = total
     for start in range(0, groups, CHUNK):
         g = start + tl.arange(0, CHUNK)
         there = (g < groups)[:, None] & inside[None, :]
@@ -59,8 +59,8 @@ def merged_sums(peak, mass, weighted, top, rows, inside, groups, all_rows, CHUNK
         total += tl.sum(s.to(tl.float64), 0)
         if weighted is not None:
             e = tl.load(weighted + at, mask=there, other=0.0) * scale + s * tl.where(s > 0, below, 0.0)
-            mean += tl.sum(e.to(tl.float64), 0)
-    return total, mean
+            weighted_total += tl.sum(e.to(tl.float64), 0)
+    return total, weighted_total
 
 
 @triton.jit
@@ -79,21 +79,32 @@ def merged_first(peak, first, top, rows, inside, groups, all_rows, CHUNK: tl.con
 
 @triton.jit
 def row_laws(
-    peak, mass, weighted, law_peak, law_total, law_cutoff, law_mean, rows, inside, groups, all_rows, CHUNK: tl.constexpr
+    peak,
+    mass,
+    weighted,
+    law_peak,
+    law_total,
+    law_cutoff,
+    law_weighted_total,
+    rows,
+    inside,
+    groups,
+    all_rows,
+    CHUNK: tl.constexpr,
 ):
-    """(peak, total, cutoff, mean) of rows [S] as in `Laws`: merged from statistics, or loaded if law_peak is given."""
+    """(peak, total, cutoff, weighted_total) of rows [S]: merged from statistics, or loaded if law_peak is given."""
     if law_peak is not None:
         top = tl.load(law_peak + rows, mask=inside, other=-float("inf"))
         total = tl.load(law_total + rows, mask=inside, other=0.0)
         cutoff = tl.load(law_cutoff + rows, mask=inside, other=-float("inf"))
-        mean = total
-        if law_mean is not None:
-            mean = tl.load(law_mean + rows, mask=inside, other=0.0)
+        weighted_total = total
+        if law_weighted_total is not None:
+            weighted_total = tl.load(law_weighted_total + rows, mask=inside, other=0.0)
     else:
         top = merged_peaks(peak, rows, inside, groups, all_rows, CHUNK)
-        total, mean = merged_sums(peak, mass, weighted, top, rows, inside, groups, all_rows, CHUNK)
+        total, weighted_total = merged_sums(peak, mass, weighted, top, rows, inside, groups, all_rows, CHUNK)
         cutoff = tl.full([rows.shape[0]], -float("inf"), tl.float32)
-    return top, total, cutoff, mean
+    return top, total, cutoff, weighted_total
 
 
 @triton.jit

@@ -1,11 +1,14 @@
 """What the kernels share: parameters of a request, random numbers, and logits as z = l / T.
 
 Every function here is inlined into a kernel. Interpreted or compiled, the arithmetic is the same, operation for
-operation, but for the last bits of exp and log and the order inside a sum over 1024 tokens.
+operation, but for the last bits of exp and log and the order inside a sum over 1024 tokens. A parameter that is a
+Python number is rounded to float32, which is how Triton passes it.
 """
 
 import triton
 import triton.language as tl
+
+from fused_spec.kernels import error_bits, philox
 
 GROUP = tl.constexpr(1024)
 """Masses are summed over fixed groups of this many consecutive ids; kernels/row_law.py has the same number."""
@@ -13,8 +16,12 @@ GROUP = tl.constexpr(1024)
 SUBGROUP = tl.constexpr(128)
 """Maxima are kept for fixed groups of this many consecutive ids, so that a filter finds the largest logits quickly."""
 
-ACCEPT_STREAM = tl.constexpr(1)
-RESAMPLE_STREAM = tl.constexpr(2)
+ACCEPT_STREAM, RESAMPLE_STREAM = tl.constexpr(philox.ACCEPT), tl.constexpr(philox.RESAMPLE)
+
+NAN_TARGET, NAN_DRAFT = tl.constexpr(error_bits.NAN_TARGET), tl.constexpr(error_bits.NAN_DRAFT)
+EMPTY_SUPPORT, ZERO_RESIDUAL = tl.constexpr(error_bits.EMPTY_SUPPORT), tl.constexpr(error_bits.ZERO_RESIDUAL)
+DRAFT_OUT_OF_RANGE = tl.constexpr(error_bits.DRAFT_OUT_OF_RANGE)
+DRAFT_IMPOSSIBLE = tl.constexpr(error_bits.DRAFT_IMPOSSIBLE)
 
 
 @triton.jit
@@ -22,7 +29,9 @@ def parameter(value, request, dtype: tl.constexpr):
     """A number shared by the batch, or entry `request` of a tensor [B]: decided when the kernel is compiled."""
     if hasattr(value, "dtype"):
         result = tl.load(value + request).to(dtype) if value.dtype.is_ptr() else value.to(dtype)
-    else:  # a constant, or a Python float under the interpreter
+    elif dtype.is_floating():  # a Python float under the interpreter
+        result = tl.full([], value, tl.float32).to(dtype)
+    else:
         result = tl.full([], value, dtype)
     return result
 

@@ -33,7 +33,7 @@ from fused_spec.kernels.row_search import (
     search_row,
     unordered,
 )
-from fused_spec.kernels.row_statistics import Rows, Statistics, located
+from fused_spec.kernels.row_statistics import GroupStatistics, Rows, located
 
 TILE = 2048
 """Logits that are read at a time."""
@@ -85,7 +85,7 @@ def _cut(
     row, size, allowed, temperature, top_k, top_p, min_p, by_k, by_p, maxima, chosen, survivors, parts, top, total,
     MAXIMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """(key above which tokens are kept, total, mean, lowest kept key) of a row that is neither greedy nor faulty."""
+    """(key above which tokens are kept, total, weighted_total, lowest kept key) of a sampled row without a fault."""
     wanted = tl.where(by_k, tl.minimum(tl.maximum(top_k, 32), 64), 64)
     bound, count = _choose(maxima, chosen, parts, top, wanted, MAXIMA)
     found = _collect(row, size, allowed, temperature, chosen, count, bound, survivors, TILE)
@@ -110,7 +110,7 @@ def _cut(
         if by_p:
             cut, _ = search_block(key, weight, tl.maximum(cut, bound), high, top_p * total, 1, 0)
         cut = tl.maximum(cut, floor)
-        total, mean, lowest = block_sums(key, weight, top, cut)
+        total, weighted_total, lowest = block_sums(key, weight, top, cut)
     else:
         if by_k:
             cut = search_row(row, size, allowed, temperature, top, cut, high, top_k, True, TILE)
@@ -119,21 +119,23 @@ def _cut(
                 total, _, _ = row_sums(row, size, allowed, temperature, top, cut, TILE)
             cut = search_row(row, size, allowed, temperature, top, cut, high, top_p * total, False, TILE)
         cut = tl.maximum(cut, floor)
-        total, mean, lowest = row_sums(row, size, allowed, temperature, top, cut, TILE)
-    return cut, total, mean, lowest
+        total, weighted_total, lowest = row_sums(row, size, allowed, temperature, top, cut, TILE)
+    return cut, total, weighted_total, lowest
 
 
 @triton.jit
 def _reduce_row(
     row, size, allowed, temperature, top_k, top_p, min_p, index,
-    peak, mass, weighted, maxima, chosen, survivors, groups, law_peak, law_total, law_cutoff, law_mean,
+    peak, mass, weighted, maxima, chosen, survivors, groups, law_peak, law_total, law_cutoff, law_weighted_total,
     CHUNK: tl.constexpr, MAXIMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: the law of row number `index` (int64), whose first logit `row` points to."""
     rows = tl.zeros([1], tl.int64) + index
     tops = merged_peaks(peak, rows, rows >= 0, groups, tl.num_programs(0), CHUNK)
-    totals, means = merged_sums(peak, mass, weighted, tops, rows, rows >= 0, groups, tl.num_programs(0), CHUNK)
-    top, total, mean = tl.max(tops, 0), tl.sum(totals, 0), tl.sum(means, 0)
+    totals, weighted_totals = merged_sums(
+        peak, mass, weighted, tops, rows, rows >= 0, groups, tl.num_programs(0), CHUNK
+    )
+    top, total, weighted_total = tl.max(tops, 0), tl.sum(totals, 0), tl.sum(weighted_totals, 0)
     cutoff = tl.full([], -float("inf"), tl.float32)
     by_k = (top_k > 0) & (top_k < size)
     by_p = top_p < 1
@@ -141,21 +143,21 @@ def _reduce_row(
         if temperature == 0:
             cutoff = top
             total = tl.full([], 1.0, tl.float64)
-            mean = tl.full([], 0.0, tl.float64)
+            weighted_total = tl.full([], 0.0, tl.float64)
         elif by_k | by_p | (min_p > 0):
             parts = groups * (GROUP // SUBGROUP)
-            cut, kept_total, kept_mean, lowest = _cut(
+            cut, kept_total, kept_weighted_total, lowest = _cut(
                 row, size, allowed, temperature, top_k, top_p, min_p, by_k, by_p,
                 maxima + index * parts, chosen + index * FEW, survivors + index * ROOM,
                 parts, top, total, MAXIMA, TILE,
             )  # fmt: skip
             if cut > LOWEST:  # fewer tokens than k are cut by nothing, and their sums stay as they were
-                cutoff, total, mean = unordered(lowest), kept_total, kept_mean
+                cutoff, total, weighted_total = unordered(lowest), kept_total, kept_weighted_total
     tl.store(law_peak + index, top)
     tl.store(law_total + index, total)
     tl.store(law_cutoff + index, cutoff)
-    if law_mean is not None:
-        tl.store(law_mean + index, mean)
+    if law_weighted_total is not None:
+        tl.store(law_weighted_total + index, weighted_total)
 
 
 @triton.jit(
@@ -168,40 +170,40 @@ def row_cutoff_kernel(
     allowed, allowed_stride_b, allowed_stride_r, temperature, top_k, top_p, min_p,
     draft, draft_stride_b, draft_stride_r, draft_size, draft_rows,
     draft_temperature, draft_top_k, draft_top_p, draft_min_p,
-    peak, mass, weighted, maxima, chosen, survivors, batch, groups, law_peak, law_total, law_cutoff, law_mean,
+    peak, mass, weighted, maxima, chosen, survivors, batch, groups, law_peak, law_total, law_cutoff, law_weighted_total,
     CHUNK: tl.constexpr, MAXIMA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = index.to(tl.int64)
     if index < batch * target_rows:
-        b, r = (index // target_rows).to(tl.int64), index % target_rows
+        b, r = (index // target_rows).to(tl.int64), (index % target_rows).to(tl.int64)
         if allowed is not None:
             allowed += b * allowed_stride_b + r * allowed_stride_r
         _reduce_row(
             target + b * target_stride_b + r * target_stride_r, target_size, allowed,
             parameter(temperature, b, tl.float32), parameter(top_k, b, tl.int64), parameter(top_p, b, tl.float32),
             parameter(min_p, b, tl.float32), row, peak, mass, weighted, maxima, chosen, survivors, groups,
-            law_peak, law_total, law_cutoff, law_mean, CHUNK, MAXIMA, TILE,
+            law_peak, law_total, law_cutoff, law_weighted_total, CHUNK, MAXIMA, TILE,
         )  # fmt: skip
     elif draft is not None:
         draft_row = index - batch * target_rows
-        b, r = (draft_row // draft_rows).to(tl.int64), draft_row % draft_rows
+        b, r = (draft_row // draft_rows).to(tl.int64), (draft_row % draft_rows).to(tl.int64)
         _reduce_row(
             draft + b * draft_stride_b + r * draft_stride_r, draft_size, None,
             parameter(draft_temperature, b, tl.float32), parameter(draft_top_k, b, tl.int64),
             parameter(draft_top_p, b, tl.float32), parameter(draft_min_p, b, tl.float32),
             row, peak, mass, weighted, maxima, chosen, survivors, groups,
-            law_peak, law_total, law_cutoff, law_mean, CHUNK, MAXIMA, TILE,
+            law_peak, law_total, law_cutoff, law_weighted_total, CHUNK, MAXIMA, TILE,
         )  # fmt: skip
 
 
-def row_cutoffs(target: Rows, draft: Rows | None, statistics: Statistics, *, entropy: bool = False) -> Laws:
+def row_cutoffs(target: Rows, draft: Rows | None, statistics: GroupStatistics, *, entropy: bool = False) -> Laws:
     """Launch over all rows, after `row_statistics` of the same rows.
 
     Args:
         target, draft: as given to `row_statistics`; `filtered` is true of one of them.
         statistics: what it returned.
-        entropy: whether `Laws.mean` is wanted; `statistics.weighted` is needed for it.
+        entropy: whether `Laws.weighted_total` is wanted; `statistics.weighted` is needed for it.
     """
     every, groups = statistics.peak.shape
 
@@ -212,7 +214,7 @@ def row_cutoffs(target: Rows, draft: Rows | None, statistics: Statistics, *, ent
         peak=empty(every, dtype=torch.float32),
         total=empty(every, dtype=torch.float64),
         cutoff=empty(every, dtype=torch.float32),
-        mean=empty(every, dtype=torch.float64) if entropy else None,
+        weighted_total=empty(every, dtype=torch.float64) if entropy else None,
     )
     launch(
         row_cutoff_kernel,

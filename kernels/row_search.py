@@ -79,21 +79,21 @@ def block_sums(key, weight, top, cut):
     w = tl.where(kept, weight, 0.0)
     below = tl.where(w > 0, unordered(key) - top, 0.0)  # 0 * -inf would be NaN
     total = tl.sum(tl.sum(w, 1).to(tl.float64), 0)
-    mean = tl.sum(tl.sum(w * below, 1).to(tl.float64), 0)
-    return total, mean, tl.min(tl.min(tl.where(kept, key, INT_MAX), 1), 0)
+    weighted_total = tl.sum(tl.sum(w * below, 1).to(tl.float64), 0)
+    return total, weighted_total, tl.min(tl.min(tl.where(kept, key, INT_MAX), 1), 0)
 
 
 @triton.jit
 def row_sums(row, size, allowed, temperature, top, cut, TILE: tl.constexpr):
     """The same of a whole row."""
     total = top.to(tl.float64) * 0.0
-    mean = total
+    weighted_total = total
     lowest = ordered(top)
     ids = tl.arange(0, TILE // SUBGROUP)[:, None] * SUBGROUP + tl.arange(0, SUBGROUP)[None, :]
     for start in range(0, size, TILE):
         z = scaled_logits(row, start + ids, start + ids < size, allowed, temperature)
         t, m, lowest_here = block_sums(ordered(z), tl.exp(z - top), top, cut)
         total += t
-        mean += m
+        weighted_total += m
         lowest = tl.minimum(lowest, lowest_here)
-    return total, mean, lowest
+    return total, weighted_total, lowest

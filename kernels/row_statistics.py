@@ -1,4 +1,4 @@
-"""Statistics of rows of logits, read once in their own dtype and split over the vocabulary: the first launch.
+"""GroupStatistics of rows of logits, read once in their own dtype and split over the vocabulary: the first launch.
 
 For every group g of 1024 consecutive ids of a row, with z = l / T:
 
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
         return isinstance(self.temperature, torch.Tensor) or self.temperature == 0
 
 
-class Statistics(NamedTuple):
+class GroupStatistics(NamedTuple):
     """Per group of 1024 ids, for B * R target rows and then B * m draft rows (row b, i is b * R + i).
 
     Rows are next to each other in memory: what merges many rows at once then has one of them per thread.
@@ -111,7 +111,7 @@ def row_statistics_kernel(
     if maxima is not None:
         maxima += row.to(tl.int64) * groups * (GROUP // SUBGROUP)
     if row < batch * target_rows:
-        b, r = (row // target_rows).to(tl.int64), row % target_rows
+        b, r = (row // target_rows).to(tl.int64), (row % target_rows).to(tl.int64)
         if allowed is not None:
             allowed += b * allowed_stride_b + r * allowed_stride_r
         _reduce_tile(
@@ -121,7 +121,7 @@ def row_statistics_kernel(
         )  # fmt: skip
     elif draft is not None:
         draft_row = row - batch * target_rows
-        b, r = (draft_row // draft_rows).to(tl.int64), draft_row % draft_rows
+        b, r = (draft_row // draft_rows).to(tl.int64), (draft_row % draft_rows).to(tl.int64)
         _reduce_tile(
             draft + b * draft_stride_b + r * draft_stride_r, draft_size, None,
             parameter(draft_temperature, b, tl.float32), peak + row, mass + row, weighted, first, maxima, tile,
@@ -129,7 +129,7 @@ def row_statistics_kernel(
         )  # fmt: skip
 
 
-def row_statistics(target: Rows, draft: Rows | None, *, entropy: bool = False) -> Statistics:
+def row_statistics(target: Rows, draft: Rows | None, *, entropy: bool = False) -> GroupStatistics:
     """Launch over all rows: one read of each logit.
 
     Args:
@@ -147,7 +147,7 @@ def row_statistics(target: Rows, draft: Rows | None, *, entropy: bool = False) -
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=target.logits.device)
 
-    statistics = Statistics(
+    statistics = GroupStatistics(
         peak=empty(groups, every).t(),
         mass=empty(groups, every).t(),
         weighted=empty(groups, every).t() if entropy else None,

@@ -16,7 +16,15 @@ from fused_spec.kernels.check import Scalar
 from fused_spec.kernels.inverse_cdf_kernel import lowest_allowed, pick
 from fused_spec.kernels.launch import launch
 from fused_spec.kernels.processed_rows import Laws, chunk_of_groups, merged_first, row_laws
-from fused_spec.kernels.row_access import GROUP, finite_base, parameter, sampling_uniform, scaled_logits
+from fused_spec.kernels.row_access import (
+    EMPTY_SUPPORT,
+    GROUP,
+    NAN_TARGET,
+    finite_base,
+    parameter,
+    sampling_uniform,
+    scaled_logits,
+)
 from fused_spec.kernels.row_cutoff import row_cutoffs
 from fused_spec.kernels.row_statistics import Rows, row_statistics
 
@@ -53,7 +61,7 @@ def pick_tokens_kernel(
     b = tl.program_id(0).to(tl.int64)
     t = parameter(temperature, b, tl.float32)
     one = tl.zeros([1], tl.int64) + b
-    tops, totals, lowests, _means = row_laws(
+    tops, totals, lowests, _weighted_totals = row_laws(
         peak, mass, None, law_peak, law_total, law_cutoff, None, one, one >= 0, groups, tl.num_programs(0), CHUNK
     )
     top, total, lowest = tl.max(tops, 0), tl.sum(totals, 0), tl.max(lowests, 0)
@@ -64,11 +72,11 @@ def pick_tokens_kernel(
     log_p = tl.full([], float("nan"), tl.float32)
     bits = tl.full([], 0, tl.int32)
     if total == 0:
-        bits = tl.full([], 4, tl.int32)
+        bits = tl.full([], EMPTY_SUPPORT, tl.int32)
         token = lowest_allowed(allowed_row, size)
         total, lowest = total + 1.0, top
     elif ((total < float("inf")) & (top < float("inf"))) == 0:
-        bits = tl.full([], 1, tl.int32)
+        bits = tl.full([], NAN_TARGET, tl.int32)
         token = lowest_allowed(allowed_row, size)
         lowest = tl.full([], -float("inf"), tl.float32)
     elif t == 0:

@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 
 from fused_spec.kernels.processed_rows import merged_first, row_laws
-from fused_spec.kernels.row_access import inverse
+from fused_spec.kernels.row_access import (
+    DRAFT_IMPOSSIBLE,
+    DRAFT_OUT_OF_RANGE,
+    EMPTY_SUPPORT,
+    NAN_DRAFT,
+    NAN_TARGET,
+    inverse,
+)
 
 NO_P, P_OF_ROW, P_ONE_HOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Where the p of a residual comes from: nowhere, the draft's row, or the draft alone."""
@@ -45,7 +52,7 @@ def drafted_probabilities(
     if draft is None:
         p = tl.where(inside, 1.0, 0.0).to(tl.float64)
         kind = tl.where(inside, P_ONE_HOT, NO_P)
-        error = tl.where(inside, 0, 8)
+        error = tl.where(inside, 0, DRAFT_OUT_OF_RANGE)
     else:
         known = (ids >= 0) & (ids < tl.maximum(draft_size, target_size))
         row = draft + request * draft_stride_b + slots.to(tl.int64) * draft_stride_r
@@ -79,8 +86,8 @@ def drafted_probabilities(
                 log_p = tl.where(temperature == 0, tl.where(sound & (ids == greedy), 0.0, -float("inf")), log_p)
             p = tl.exp(log_p.to(tl.float64))
         p = tl.where(known, p, 0.0)
-        faulty = tl.where(empty, 4, 2)
-        error = tl.where(known, tl.where(sound, tl.where(p > 0, 0, 16), faulty), 8)
+        faulty = tl.where(empty, EMPTY_SUPPORT, NAN_DRAFT)
+        error = tl.where(known, tl.where(sound, tl.where(p > 0, 0, DRAFT_IMPOSSIBLE), faulty), DRAFT_OUT_OF_RANGE)
         one_hot = temperature == 0
         kind = tl.where(one_hot, tl.where(p > 0, P_ONE_HOT, NO_P), tl.where(sound, P_OF_ROW, NO_P))
     return p, error, lowest, shift, offset, kind
@@ -90,7 +97,7 @@ def drafted_probabilities(
 def verified_probabilities(
     ids, slots, exists, request, target, target_stride_b, target_stride_r, target_size,
     allowed, allowed_stride_b, allowed_stride_r, temperature,
-    peak, mass, weighted, first, law_peak, law_total, law_cutoff, law_mean, first_row, groups, all_rows,
+    peak, mass, weighted, first, law_peak, law_total, law_cutoff, law_weighted_total, first_row, groups, all_rows,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """(q_n float64, weight relative to the largest, whether n may be accepted, error bits, cutoff, peak, 1 / total,
@@ -99,11 +106,11 @@ def verified_probabilities(
     first_row: index of the request's first row in the statistics.
     """
     rows = first_row + slots
-    top, total, lowest, mean = row_laws(
-        peak, mass, weighted, law_peak, law_total, law_cutoff, law_mean, rows, exists, groups, all_rows, CHUNK
+    top, total, lowest, weighted_total = row_laws(
+        peak, mass, weighted, law_peak, law_total, law_cutoff, law_weighted_total, rows, exists, groups, all_rows, CHUNK
     )
     sound = exists & (total > 0) & (total < float("inf")) & (top < float("inf"))
-    error = tl.where(exists & (sound == 0), tl.where(total == 0, 4, 1), 0)
+    error = tl.where(exists & (sound == 0), tl.where(total == 0, EMPTY_SUPPORT, NAN_TARGET), 0)
     inside = sound & (ids >= 0) & (ids < target_size)
     total = tl.where(sound, total, 1.0)
     top = tl.where(sound, top, 0.0)
@@ -128,5 +135,5 @@ def verified_probabilities(
         log_q = tl.where(temperature == 0, hit, log_q)
         weight = tl.where(temperature == 0, tl.where(hit == 0, 1.0, 0.0), weight)
     if weighted is not None:
-        entropy = tl.where(temperature == 0, 0.0, log_total - mean * inverse_total)
+        entropy = tl.where(temperature == 0, 0.0, log_total - weighted_total * inverse_total)
     return tl.exp(log_q.to(tl.float64)), weight, known, error, lowest, top, inverse_total, entropy, greedy

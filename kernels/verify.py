@@ -39,7 +39,8 @@ class Verification:
         num_accepted: [B] int64.
         accept_prob: [B, m] float32, probability that the draft of a slot is accepted; NaN where not tested.
         tv_gain: [B, m] float32, acceptance gained over speculative sampling, min(1, g/p_n) - min(1, q_n/p_n), whose
-            expectation is the total variation paid for the slot's token. NaN where not tested.
+            expectation is the total variation paid for the slot's token (of TypicalAcceptance and CascadeToken it is
+            not, and can be negative). NaN where not tested.
         error: [B] int32 bits, of the rows that decided the outcome: 1 NaN or +inf in a target row (its lowest allowed
             id is emitted), 2 NaN or +inf in a draft row (rejected), 4 a row without support, 8 draft id out of range
             (rejected), 16 the drafted token has p = 0 (rejected), 32 zero residual mass (sampled from q).
@@ -103,11 +104,10 @@ def verify(
     """Accept or reject drafted tokens and draw the token that follows them. Inputs are never modified.
 
     On the Triton path this takes three launches, four with filters, and what kernels/pair_bounds.py says for rules over
-    pairs of rows; one launch more reads the draft's rows for statistics where there are draft_logits without
-    draft_stats. No launch waits for another program, no probability over the vocabulary is stored, and nothing is read
-    on the host, so a call can be captured in a CUDA graph once every kernel of it has run before (to be compiled). A
-    graph reads tensors when it is replayed and keeps numbers as they were: pass seed, position and whatever else varies
-    as tensors. Arguments in range are the caller's business where they are tensors on a GPU: they are not looked at.
+    pairs of rows. No program waits for another, no probability over the vocabulary is stored, and nothing is read on
+    the host, so a call can be captured in a CUDA graph once it has run with the same buffers (docs/kernels.md). A graph
+    reads tensors when it is replayed and keeps numbers as they were: pass seed, position and whatever else varies as
+    tensors. What tensors on a GPU hold is not checked.
 
     Args:
         target_logits: [B, m+1, V] float32, bfloat16 or float16, unit stride in V, any other strides. Row i is the
@@ -116,11 +116,11 @@ def verify(
         draft_logits: [B, m, Vd] as above, or None for a deterministic drafter (p is one-hot at the draft). The
             vocabularies may be padded differently: ids >= V have q = 0, ids >= Vd have p = 0.
         rule: an acceptance rule; its parameters are numbers or tensors [B].
-        seed: int or int64 tensor [B], 0 <= seed < 2^63.
-        position: int or int64 tensor [B], index of the token that the first draft would become.
+        seed: integer or integer tensor [B], 0 <= seed < 2^63.
+        position: integer or integer tensor [B], index of the token that the first draft would become.
         temperature, top_k, top_p, min_p: as in `sample`, numbers or tensors [B].
         allowed: int32 bitmask [B, m+1, ceil(V/32)] for the target rows, bit i of word w for id 32 w + i. Drafts drawn
-            under a mask need draft_logits that have it applied.
+            under a mask need draft_logits that are -inf where it forbids, with or without draft_stats.
         draft_temperature, draft_top_k, draft_top_p, draft_min_p: what drafts were drawn with; None is as the target.
         draft_stats: (lse, cutoff, logprob), each [B, m] float32 in nats, from `sample`; None computes them from
             draft_logits.

@@ -14,7 +14,7 @@ import torch
 
 from fused_spec.kernels.check import Scalar
 from fused_spec.kernels.commit import Sequences
-from fused_spec.kernels.decide import Drafts, Outcome, decide, rule_branch
+from fused_spec.kernels.decide import DecisionBuffers, Drafts, decide_and_weigh, rule_branch
 from fused_spec.kernels.pair_bounds import pair_bounds
 from fused_spec.kernels.pick import pick_and_commit
 from fused_spec.kernels.row_cutoff import row_cutoffs
@@ -41,6 +41,6 @@ def verify_triton(
     bounds = None
     if tests and isinstance(rule, MentoredDecoding | CascadeOpt | CascadeToken):
         bounds = pair_bounds(rule, target, drafts.rows, drafts.token_ids, statistics, laws, drafts.statistics)
-    outcome = Outcome(out.num_accepted, out.accept_prob, out.tv_gain, out.error)
-    choice = decide(rule, target, drafts, statistics, laws, bounds, key, uniforms, outcome)
+    outcome = DecisionBuffers(out.num_accepted, out.accept_prob, out.tv_gain, out.error)
+    choice = decide_and_weigh(rule, target, drafts, statistics, laws, bounds, key, uniforms, outcome)
     pick_and_commit(rule_branch(rule, target), target, drafts, choice, key, out.token_ids, out.error, sequences)

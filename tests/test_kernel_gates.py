@@ -28,9 +28,9 @@ def bf16_rows(m: int, size: int = V) -> tuple[torch.Tensor, torch.Tensor]:
     [
         (5, {}, 3, 1.35),
         (20, {}, 3, 1.35),
-        (5, USUAL, 5, 2.4),
-        (20, USUAL, 5, 2.4),
-        (5, {"top_p": 0.9}, 5, 2.4),
+        (5, USUAL, 4, 2.4),
+        (20, USUAL, 4, 2.4),
+        (5, {"top_p": 0.9}, 4, 2.4),
     ],
     ids=str,
 )
@@ -44,7 +44,7 @@ def test_launches_and_bytes(m: int, options: dict[str, Any], launches: int, shar
     with traffic(target=target, draft=draft) as seen:
         out = run(target, ids, draft, draft_stats=stats, uniforms=uniforms, backend="triton", seed=5, **options)
     assert out.num_accepted.item() == m - 1
-    assert len(seen.launches) <= launches
+    assert len(seen.launches) == launches
     floor = (m + 1) * V * 2
     assert sum(seen.loaded.values()) <= share * floor
     assert sum(seen.loaded.values()) > floor  # else nothing was counted
@@ -197,6 +197,19 @@ def test_only_own_memory_is_written_and_nothing_is_read_before(
     for ours, theirs in ((out, plain), (sampled, plain_sample)):
         for name, value in vars(ours).items():
             assert torch.equal(value.nan_to_num(-1), getattr(theirs, name).nan_to_num(-1)), name
+
+
+@pytest.mark.parametrize("rule", [SPS, fs.CascadeToken(0.5)], ids=str)
+def test_rows_further_apart_than_32_bits_count(rule: Rule) -> None:
+    """Logits stored [m+1, B, V] for a huge batch: 4.4 GB of addresses, of which a few pages are touched."""
+    stride = 1_100_000_000
+    target = torch.empty(2 * stride + 64, dtype=torch.bfloat16).as_strided((1, 3, 64), (64, stride, 1))
+    target.copy_(torch.randn(1, 3, 64))
+    draft = target[:, :2] + torch.randn(1, 2, 64).bfloat16() / 2
+    ids = draft.argmax(-1)
+    arguments: dict[str, Any] = {"rule": rule, "top_p": 0.9, "seed": 4}
+    ours = run(target, ids, draft, backend="triton", **arguments)
+    assert torch.equal(ours.token_ids, run(target.contiguous(), ids, draft, **arguments).token_ids)
 
 
 def test_a_write_outside_would_be_found() -> None:

@@ -14,7 +14,7 @@ from fused_spec.kernels.launch import launch, recorded
 from fused_spec.kernels.processed_rows import Laws, row_laws
 from fused_spec.kernels.row_cutoff import row_cutoffs
 from fused_spec.kernels.row_law import Processing, row_law, unpack_mask
-from fused_spec.kernels.row_statistics import Rows, Statistics, row_statistics
+from fused_spec.kernels.row_statistics import GroupStatistics, Rows, row_statistics
 from traffic import traffic
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -172,7 +172,7 @@ def unfiltered(peak, mass, weighted, top, total, mean, groups, CHUNK: tl.constex
     tl.store(mean + row, e)
 
 
-def merged(statistics: Statistics) -> Laws:
+def merged(statistics: GroupStatistics) -> Laws:
     """What kernels without filters make of the statistics."""
     rows, groups = statistics.peak.shape
     peak, total, mean = torch.empty(rows), torch.empty(rows).double(), torch.empty(rows).double()
@@ -337,5 +337,5 @@ def test_one_launch_and_no_mean_unless_wanted() -> None:
     with recorded() as launches:
         laws = row_cutoffs(target, None, statistics)
     assert [call.grid for call in launches] == [(6,)]
-    assert laws.mean is None
+    assert laws.weighted_total is None
     assert torch.equal(laws.cutoff, cut(target).cutoff)

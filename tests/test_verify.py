@@ -303,5 +303,10 @@ def test_the_round_in_the_documentation() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
-    assert (names["length"] - 100 == names["out"].num_accepted + 1).all()
-    assert names["out"].error.sum() == 0
+    outcome, sequences = names["outcome"], names["sequences"]
+    assert outcome.error.sum() == 0
+    assert (sequences.length - 100 == sequences.emitted).all()
+    assert (sequences.drafted == 3).all()
+    for b, count in enumerate(sequences.emitted.tolist()):
+        assert count == outcome.num_accepted[b] + 1
+        assert torch.equal(sequences.tokens[b, 100 : 100 + count], outcome.token_ids[b, :count])

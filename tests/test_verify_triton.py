@@ -196,13 +196,13 @@ def test_commit_within_the_launch() -> None:
     ids[::5, 2] = -1
 
     def sequences() -> Sequences:
-        length = torch.arange(batch) % 7 + 2
+        length = torch.where(torch.arange(batch) % 9 == 8, 18, torch.arange(batch) % 7 + 2)  # near the capacity
         done = torch.zeros(batch, dtype=torch.bool)
         done[::6] = True
         return Sequences(
             tokens=torch.arange(batch * 20).view(batch, 20) + 100,
             length=length,
-            limit=length + torch.arange(batch) % 8,
+            limit=length + torch.where(torch.arange(batch) % 9 == 8, 100, torch.arange(batch) % 8),
             done=done,
             stop_ids=torch.tensor([1, 4]),
             emitted=torch.full((batch,), -7),
@@ -215,6 +215,7 @@ def test_commit_within_the_launch() -> None:
     assert_same(out, run(target, ids, draft, sequences=reference, **options))
     for name, got, expected in zip(Sequences._fields, ours, reference, strict=True):
         assert torch.equal(got, expected), name
+    assert (ours.length <= 20).all()
     assert {0, 1, 2, 3, 4} <= set(ours.emitted.tolist())
     assert (ours.drafted == torch.where(torch.arange(batch) % 5 == 0, 2, 4)).all()
 
@@ -280,6 +281,8 @@ def test_refusals() -> None:
     wide, mask = torch.zeros(2, 2, 40), torch.zeros(2, 2, 4, dtype=torch.int32)[..., ::2]
     with pytest.raises(fs.InvalidInput, match="allowed: expected unit stride"):
         run(wide, [[1], [2]], wide[:, :1], allowed=mask, backend="triton")
+    with pytest.raises(fs.InvalidInput, match="temperature: expected unit stride"):
+        run(target, [[1], [2]], draft, temperature=torch.ones(4)[::2], backend="triton")
     with pytest.raises(fs.InvalidInput, match="at most 65535"):
         run(torch.zeros(1, 1, 2).expand(70_000, 1, 2), torch.empty(70_000, 0, dtype=torch.int64), backend="triton")
     with pytest.raises(fs.InvalidInput, match="temperature must be 0"):
