@@ -26,7 +26,7 @@ from fused_spec.kernels.check import Scalar
 from fused_spec.kernels.inverse_cdf_kernel import lowest_allowed
 from fused_spec.kernels.launch import launch
 from fused_spec.kernels.pair_bounds import PairBounds
-from fused_spec.kernels.processed_rows import INT_MAX, Laws, chunk_of_groups
+from fused_spec.kernels.processed_rows import INT_MAX, Laws, chunk_of_groups, law_arguments
 from fused_spec.kernels.residual_weights import Choice, residual_weights, store_choice
 from fused_spec.kernels.row_access import GROUP, acceptance_uniform, parameter
 from fused_spec.kernels.row_statistics import GroupStatistics, Rows, located
@@ -240,10 +240,7 @@ def decide_and_weigh(
         mass=statistics.mass,
         weighted=statistics.weighted,
         first=statistics.first,
-        law_peak=None if laws is None else laws.peak,
-        law_total=None if laws is None else laws.total,
-        law_cutoff=None if laws is None else laws.cutoff,
-        law_weighted_total=None if laws is None else laws.weighted_total,
+        **law_arguments(laws, "peak", "total", "cutoff", "weighted_total"),
         num_accepted=out.num_accepted,
         **located("accept_prob", out.accept_prob),
         **located("tv_gain", out.tv_gain),

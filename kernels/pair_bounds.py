@@ -23,7 +23,7 @@ from fused_spec.errors import InvalidInput
 from fused_spec.kernels.launch import launch
 from fused_spec.kernels.pair_rows import draft_row, target_row
 from fused_spec.kernels.pair_search import KNOTS, SUMS, SWEEPS, next_bracket, store_bracket, try_knots
-from fused_spec.kernels.processed_rows import Laws, chunk_of_groups
+from fused_spec.kernels.processed_rows import Laws, chunk_of_groups, law_arguments
 from fused_spec.kernels.row_access import finite_base, parameter
 from fused_spec.kernels.row_statistics import GroupStatistics, Rows, located
 from fused_spec.rules import CascadeOpt, CascadeToken, MentoredDecoding, Rule
@@ -256,9 +256,7 @@ def _row_arguments(
         "peak": statistics.peak,
         "mass": statistics.mass,
         "first": statistics.first,
-        "law_peak": None if laws is None else laws.peak,
-        "law_total": None if laws is None else laws.total,
-        "law_cutoff": None if laws is None else laws.cutoff,
+        **law_arguments(laws, "peak", "total", "cutoff"),
         "groups": statistics.peak.shape[1],
         "all_rows": statistics.peak.shape[0],
     }

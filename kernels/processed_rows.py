@@ -113,6 +113,11 @@ def probability(z, cutoff, shift, offset):
     return tl.where(z >= cutoff, tl.exp((z - shift) + offset), 0.0)
 
 
+def law_arguments(laws: Laws | None, *names: str) -> dict[str, torch.Tensor | None]:
+    """Some tensors of the laws as a kernel takes them, as law_peak and so on; None each where nothing is filtered."""
+    return {f"law_{name}": None if laws is None else getattr(laws, name) for name in names}
+
+
 def chunk_of_groups(rows: int) -> int:
     """How many groups are merged at a time, for S padded rows: about 1024 numbers, eight a thread."""
     return max(8, min(256, 1024 // rows))

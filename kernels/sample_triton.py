@@ -15,7 +15,7 @@ import triton.language as tl
 from fused_spec.kernels.check import Scalar
 from fused_spec.kernels.inverse_cdf_kernel import lowest_allowed, pick
 from fused_spec.kernels.launch import launch
-from fused_spec.kernels.processed_rows import Laws, chunk_of_groups, merged_first, row_laws
+from fused_spec.kernels.processed_rows import Laws, chunk_of_groups, law_arguments, merged_first, row_laws
 from fused_spec.kernels.row_access import (
     EMPTY_SUPPORT,
     GROUP,
@@ -126,9 +126,7 @@ def sample_triton(rows: Rows, key: tuple[Scalar, Scalar], stream: int, out: Any)
         peak=statistics.peak,
         mass=statistics.mass,
         first=statistics.first,
-        law_peak=None if laws is None else laws.peak,
-        law_total=None if laws is None else laws.total,
-        law_cutoff=None if laws is None else laws.cutoff,
+        **law_arguments(laws, "peak", "total", "cutoff"),
         masses=masses,
         groups=groups,
         mass_groups=mass_groups,
