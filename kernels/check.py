@@ -106,8 +106,8 @@ def check_key(seed: int | torch.Tensor, position: int | torch.Tensor) -> None:
         if not 0 <= value < 2**63:
             raise InvalidInput(f"seed: expected 0 <= seed < 2^63, got {value}")
     for value in _known(position):
-        if value < 0:
-            raise InvalidInput(f"position: expected a token index >= 0, got {value}")
+        if not 0 <= value < 2**63:
+            raise InvalidInput(f"position: expected a token index, 0 <= position < 2^63, got {value}")
 
 
 def seeds_and_positions(seed: int | torch.Tensor, position: int | torch.Tensor, batch: int) -> list[tuple[int, int]]:
@@ -123,10 +123,12 @@ def check_processing(temperature: Scalar, top_k: Scalar, top_p: Scalar, min_p: S
     """Raise unless the processing parameters are legal; tensors on a device are not looked at."""
     for value in _known(temperature):
         if not (value == 0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE):
-            raise InvalidInput(f"temperature must be 0 (greedy) or a finite number >= {MIN_TEMPERATURE}, got {value}")
+            raise InvalidInput(
+                f"temperature must be 0 (greedy) or in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE:g}], got {value}"
+            )
     for value in _known(top_k):
-        if not isinstance(value, int) or value < 0:
-            raise InvalidInput(f"top_k must be an integer >= 0 (0 keeps every token), got {value}")
+        if not isinstance(value, int) or not 0 <= value < 2**63:
+            raise InvalidInput(f"top_k must be an integer >= 0 and < 2^63 (0 keeps every token), got {value}")
     for value in _known(top_p):
         if not 0 < value <= 1:
             raise InvalidInput(f"top_p must be in (0, 1] (1 keeps every token), got {value}")

@@ -42,13 +42,16 @@ from fused_spec.rules import Rule, SpeculativeSampling
 TILE = 2048
 """Logits one program weighs: 75 programs share a row of 151,936."""
 
+_WIDE = tl.constexpr(2.0**100)
+
 
 @triton.jit
 def _prices(p, q, g, q_error, needed):
     """[S] float32 acceptance probability and what of it is gained over speculative sampling, NaN where not needed."""
-    inverse_p = tl.exp(-tl.log(tl.where(p > 0, p, 1.0)))  # a division would be a call, around which registers spill
-    accept = tl.where(p > 0, tl.minimum(g * inverse_p, 1.0), 0.0)
-    gain = tl.where((p > 0) & (q_error == 0), accept - tl.minimum(q * inverse_p, 1.0), 0.0)
+    # A division would be a call, around which registers spill. 2^100 keeps the inverse of the smallest p finite.
+    inverse_p = tl.exp(-tl.log(tl.where(p > 0, p, 1.0) * _WIDE))
+    accept = tl.where(p > 0, tl.minimum(g * _WIDE * inverse_p, 1.0), 0.0)
+    gain = tl.where((p > 0) & (q_error == 0), accept - tl.minimum(q * _WIDE * inverse_p, 1.0), 0.0)
     nothing = float("nan")
     return tl.where(needed, accept, nothing).to(tl.float32), tl.where(needed, gain, nothing).to(tl.float32)
 
@@ -79,7 +82,7 @@ def decide_kernel(
     present = tl.min(tl.where(in_range & (n == -1), slots, num_drafts), 0)
     tested = slots < present
     t, t_draft = parameter(temperature, b, tl.float32), parameter(draft_temperature, b, tl.float32)
-    q, weight, known, q_error, q_cutoff, q_peak, q_inverse, entropy, greedy = verified_probabilities(
+    q, weight, known, q_error, q_cutoff, q_peak, q_offset, entropy, greedy = verified_probabilities(
         n, slots, slots <= num_drafts, b, target, target_stride_b, target_stride_r, target_size,
         allowed, allowed_stride_b, allowed_stride_r, t,
         peak, mass, weighted, first, law_peak, law_total, law_cutoff, law_weighted_total,
@@ -128,7 +131,7 @@ def decide_kernel(
     if (RULE == CACTUS) | (RULE == CACTUS_EXACT):
         own_weight = tl.where(at_slot(known.to(tl.int32), slots, slot) != 0, at_slot(g, slots, slot), -1.0)
     own_weight = tl.where(rejected, tl.where(p_n > 0, 0.0, own_weight), -1.0).to(tl.float32)
-    q_factor = at_slot(q_inverse, slots, slot).to(tl.float32)
+    q_offset = at_slot(q_offset, slots, slot)
     row_scale = tl.where(rejected, at_slot(scale, slots, slot), 1.0)
     if (RULE == PAIR) | (RULE == PAIR_WITHIN_SUPPORT):
         has_target = rejected & (at_slot(known.to(tl.int32), slots, slot) != 0) & (p_kind != NO_P)
@@ -152,7 +155,7 @@ def decide_kernel(
         token = lowest_allowed(allowed_row, target_size)
     if tile == 0:
         store_choice(
-            numbers + b * 4, scalars + b * 12, slot, token, drafted, p_kind, q_cutoff, q_shift, q_factor,
+            numbers + b * 4, scalars + b * 12, slot, token, drafted, p_kind, q_cutoff, q_shift, q_offset,
             p_cutoff, p_shift, p_offset, row_scale, own_weight, low, high, cut, share,
         )  # fmt: skip
 
@@ -165,7 +168,7 @@ def decide_kernel(
     residual, law = residual_weights(
         tokens, tokens < tl.where(token < 0, target_size, 0),  # nothing is weighed where the token is known
         target + b * target_stride_b + slot.to(tl.int64) * target_stride_r, target_size, allowed_row, t,
-        draft_row, draft_size, t_draft, drafted, p_kind, q_cutoff, q_shift, q_factor,
+        draft_row, draft_size, t_draft, drafted, p_kind, q_cutoff, q_shift, q_offset,
         p_cutoff, p_shift, p_offset, row_scale, own_weight, low, high, cut, share, RULE,
     )  # fmt: skip
     tl.store(masses + b * 2 * mass_groups + own_groups, tl.sum(residual, 1))

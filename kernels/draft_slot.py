@@ -46,7 +46,7 @@ class DraftSlot:
             self.p_n = 1.0
         elif self.log_prob is not None:
             if self.log_prob <= 1e-3:  # above 0 by rounding at most
-                self.p_n = math.exp(self.log_prob)
+                self.p_n = math.exp(self.log_prob) if self.token < self.logits.numel() else 0.0
                 self.error = 0 if self.p_n > 0 else DRAFT_IMPOSSIBLE
             else:  # the statistics of a faulty row, or none at all
                 self.error = EMPTY_SUPPORT if self.lse == -math.inf else NAN_DRAFT
@@ -58,7 +58,8 @@ class DraftSlot:
     def row(self) -> torch.Tensor | None:
         """p as [padded V] float32, cut or padded with zeros to the verifier's ids; None where there is no law.
 
-        A greedy drafter's p is one-hot at the draft; a draft that it cannot have made says nothing of p.
+        A greedy drafter's p is one-hot at the draft; a draft that it cannot have made says nothing of p. Neither do
+        statistics that give their own draft no probability.
         """
         size = padded_size(self.vocab_size)
         if self.logits is None or self.processing.temperature == 0:
@@ -70,6 +71,8 @@ class DraftSlot:
             else:
                 self.lost = 1.0
             return p
+        if self.log_prob is not None and self.p_n == 0:
+            return None
         if self.law is None and self.p_n > 0:
             p = self._row_from_statistics(self.logits)
         else:

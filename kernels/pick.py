@@ -16,7 +16,7 @@ from fused_spec.kernels.commit import Sequences
 from fused_spec.kernels.decide import Drafts, row_arguments
 from fused_spec.kernels.inverse_cdf_kernel import pick
 from fused_spec.kernels.launch import launch
-from fused_spec.kernels.residual_weights import Choice, residual_weights
+from fused_spec.kernels.residual_weights import Choice, weights_of_choice
 from fused_spec.kernels.row_access import GROUP, RESAMPLE_STREAM, ZERO_RESIDUAL, parameter, sampling_uniform
 from fused_spec.kernels.row_statistics import Rows, located
 
@@ -36,13 +36,9 @@ def _drawn(
     goal = uniform * tl.sum(mass.to(tl.float64), 0)
     group, before = pick(mass, goal, GROUPS)
     ids = group * GROUP + tl.arange(0, GROUP)
-    inside = ids < target_size
-    from_residual, from_law = residual_weights(
-        ids, inside, target_row, target_size, allowed_row, temperature, draft_row, draft_size, draft_temperature,
-        tl.load(numbers + 2).to(tl.int32), tl.load(numbers + 3).to(tl.int32),
-        tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3), tl.load(scalars + 4),
-        tl.load(scalars + 5), tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8), tl.load(scalars + 9),
-        tl.load(scalars + 10), tl.load(scalars + 11), RULE,
+    from_residual, from_law = weights_of_choice(
+        numbers, scalars, ids, ids < target_size, target_row, target_size, allowed_row, temperature,
+        draft_row, draft_size, draft_temperature, RULE,
     )  # fmt: skip
     index, _ = pick(tl.where(fallback, from_law, from_residual), goal - before, GROUP)
     return group * GROUP + index, fallback

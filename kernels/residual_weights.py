@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 @triton.jit
 def store_choice(
     numbers, scalars, slot, token, drafted, kind,
-    q_cutoff, q_shift, q_factor, p_cutoff, p_shift, p_offset, scale, own_weight, low, high, cut, share,
+    q_cutoff, q_shift, q_offset, p_cutoff, p_shift, p_offset, scale, own_weight, low, high, cut, share,
 ):  # fmt: skip
     """Write a request's entries of a `Choice`; both pointers are the request's."""
     tl.store(numbers, slot.to(tl.int64))
@@ -46,7 +46,7 @@ def store_choice(
     tl.store(numbers + 3, kind.to(tl.int64))
     tl.store(scalars, q_cutoff)
     tl.store(scalars + 1, q_shift)
-    tl.store(scalars + 2, q_factor)
+    tl.store(scalars + 2, q_offset)
     tl.store(scalars + 3, p_cutoff)
     tl.store(scalars + 4, p_shift)
     tl.store(scalars + 5, p_offset)
@@ -61,13 +61,13 @@ def store_choice(
 @triton.jit
 def residual_weights(
     ids, inside, target_row, target_size, allowed_row, temperature, draft_row, draft_size, draft_temperature,
-    drafted, kind, q_cutoff, q_shift, q_factor, p_cutoff, p_shift, p_offset, scale, own_weight, low, high, cut, share,
+    drafted, kind, q_cutoff, q_shift, q_offset, p_cutoff, p_shift, p_offset, scale, own_weight, low, high, cut, share,
     RULE: tl.constexpr,
 ):  # fmt: skip
     """(residual, q) of some tokens of the deciding row, float32 and unnormalised as one; `inside` marks the tokens."""
     z = scaled_logits(target_row, ids, inside, allowed_row, temperature)
     weight = tl.where(z >= q_cutoff, tl.exp(z - q_shift), 0.0)
-    q = weight * q_factor
+    q = probability(z, q_cutoff, q_shift, q_offset)  # like p: equal rows have to leave nothing
     p = tl.zeros(z.shape, tl.float32)
     if draft_row is not None:
         there = inside & (ids < tl.where(kind == P_OF_ROW, draft_size, 0))
@@ -84,3 +84,18 @@ def residual_weights(
     # A rejection means h_n < p_n, whatever rounding makes of the difference; nothing is taken from an impossible draft.
     residual = tl.where(ids == tl.where(own_weight >= 0, drafted, -1), own_weight, residual)
     return tl.where(inside, residual, 0.0), tl.where(inside, q, 0.0)
+
+
+@triton.jit
+def weights_of_choice(
+    numbers, scalars, ids, inside, target_row, target_size, allowed_row, temperature,
+    draft_row, draft_size, draft_temperature, RULE: tl.constexpr,
+):  # fmt: skip
+    """`residual_weights` with what `store_choice` left; both pointers are the request's."""
+    return residual_weights(
+        ids, inside, target_row, target_size, allowed_row, temperature, draft_row, draft_size, draft_temperature,
+        tl.load(numbers + 2).to(tl.int32), tl.load(numbers + 3).to(tl.int32),
+        tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3), tl.load(scalars + 4),
+        tl.load(scalars + 5), tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8), tl.load(scalars + 9),
+        tl.load(scalars + 10), tl.load(scalars + 11), RULE,
+    )  # fmt: skip

@@ -137,6 +137,7 @@ def _reduce_row(
     )
     top, total, weighted_total = tl.max(tops, 0), tl.sum(totals, 0), tl.sum(weighted_totals, 0)
     cutoff = tl.full([], -float("inf"), tl.float32)
+    top_p = tl.maximum(top_p, 1.1754943508222875e-38)  # float32 may have made 0 of it, which no mass stays below
     by_k = (top_k > 0) & (top_k < size)
     by_p = top_p < 1
     if total > 0:  # neither empty nor NaN

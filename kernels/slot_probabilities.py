@@ -65,10 +65,12 @@ def drafted_probabilities(
             lowest = tl.load(cutoff + request * cutoff_stride_b + slots * cutoff_stride_r, mask=tested, other=0.0)
             sound = log_p <= 1e-3  # above 0 by rounding at most; the statistics of a faulty row are NaN
             empty = total == -float("inf")
-            p = tl.where(sound, tl.exp(log_p.to(tl.float64)), 0.0)
-            # Relative to the drafted token, which keeps more digits than lse; an impossible draft has only that.
-            shift = tl.where(p > 0, z, total)
-            offset = tl.where(p > 0, log_p, 0.0)
+            p = tl.where(sound & inside, tl.exp(log_p.to(tl.float64)), 0.0)
+            has_row = p > 0  # statistics that give their own draft no probability say nothing of p
+            # Relative to the drafted token, which keeps more digits than lse.
+            shift = tl.where(has_row, z, 0.0)
+            offset = tl.where(has_row, log_p, 0.0)
+            lowest = tl.where(has_row, lowest, 0.0)
         else:
             rows = first_row + slots
             top, mass_kept, lowest, _ = row_laws(
@@ -85,11 +87,12 @@ def drafted_probabilities(
                 greedy = merged_first(peak, first, top, rows, tested, groups, all_rows, CHUNK)
                 log_p = tl.where(temperature == 0, tl.where(sound & (ids == greedy), 0.0, -float("inf")), log_p)
             p = tl.exp(log_p.to(tl.float64))
+            has_row = sound
         p = tl.where(known, p, 0.0)
         faulty = tl.where(empty, EMPTY_SUPPORT, NAN_DRAFT)
         error = tl.where(known, tl.where(sound, tl.where(p > 0, 0, DRAFT_IMPOSSIBLE), faulty), DRAFT_OUT_OF_RANGE)
         one_hot = temperature == 0
-        kind = tl.where(one_hot, tl.where(p > 0, P_ONE_HOT, NO_P), tl.where(sound, P_OF_ROW, NO_P))
+        kind = tl.where(one_hot, tl.where(p > 0, P_ONE_HOT, NO_P), tl.where(has_row, P_OF_ROW, NO_P))
     return p, error, lowest, shift, offset, kind
 
 
@@ -100,7 +103,7 @@ def verified_probabilities(
     peak, mass, weighted, first, law_peak, law_total, law_cutoff, law_weighted_total, first_row, groups, all_rows,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """(q_n float64, weight relative to the largest, whether n may be accepted, error bits, cutoff, peak, 1 / total,
+    """(q_n float64, weight relative to the largest, whether n may be accepted, error bits, cutoff, peak, offset,
     entropy, greedy token) of the slots [S]; the last two are 0 and -1 where they are not needed.
 
     first_row: index of the request's first row in the statistics.
@@ -124,7 +127,6 @@ def verified_probabilities(
     z = tl.where(known, z * inverse(temperature), -float("inf"))
     kept = known & (z >= lowest)
     log_total = tl.log(total)
-    inverse_total = tl.exp(-log_total)  # a division would be a call, around which registers spill
     log_q = tl.where(kept, ((z.to(tl.float64) - top.to(tl.float64)) - log_total).to(tl.float32), -float("inf"))
     weight = tl.where(kept, tl.exp(z - top), 0.0)
     greedy = tl.full(slots.shape, -1, tl.int32)
@@ -135,5 +137,6 @@ def verified_probabilities(
         log_q = tl.where(temperature == 0, hit, log_q)
         weight = tl.where(temperature == 0, tl.where(hit == 0, 1.0, 0.0), weight)
     if weighted is not None:
-        entropy = tl.where(temperature == 0, 0.0, log_total - weighted_total * inverse_total)
-    return tl.exp(log_q.to(tl.float64)), weight, known, error, lowest, top, inverse_total, entropy, greedy
+        entropy = tl.where(temperature == 0, 0.0, log_total - weighted_total * tl.exp(-log_total))
+    q = tl.exp(log_q.to(tl.float64))
+    return q, weight, known, error, lowest, top, -log_total.to(tl.float32), entropy, greedy

@@ -35,14 +35,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--temperature -0.5", "temperature must be 0 (greedy) or a finite number >= 0.001, got -0.5"),
-        ("--temperature nan", "temperature must be 0 (greedy) or a finite number >= 0.001, got nan"),
-        ("--temperature inf", "temperature must be 0 (greedy) or a finite number >= 0.001, got inf"),
+        ("--temperature -0.5", "temperature must be 0 (greedy) or in [0.001, 1e+30], got -0.5"),
+        ("--temperature nan", "temperature must be 0 (greedy) or in [0.001, 1e+30], got nan"),
+        ("--temperature inf", "temperature must be 0 (greedy) or in [0.001, 1e+30], got inf"),
         ("--temperature hot", "argument --temperature: invalid float value: 'hot'"),
         ("--top-p 0", "top_p must be in (0, 1] (1 keeps every token), got 0.0"),
         ("--top-p 1.5", "top_p must be in (0, 1] (1 keeps every token), got 1.5"),
         ("--top-p nan", "top_p must be in (0, 1] (1 keeps every token), got nan"),
-        ("--top-k -1", "top_k must be an integer >= 0 (0 keeps every token), got -1"),
+        ("--top-k -1", "top_k must be an integer >= 0 and < 2^63 (0 keeps every token), got -1"),
         ("--top-k 2.5", "argument --top-k: invalid int value: '2.5'"),
         ("--min-p 2", "min_p must be in [0, 1] (0 keeps every token), got 2.0"),
         ("--rule cactus:delta=-1", f"{RULE} (or a float tensor [B]) in [0, inf), got -1.0"),

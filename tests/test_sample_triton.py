@@ -78,6 +78,14 @@ def test_strided_rows_and_outputs() -> None:
     assert torch.equal(out.lse[order], expected.lse)
 
 
+@pytest.mark.parametrize("value", [-1.0, 0.0, 0.1])
+def test_a_top_p_that_float32_does_not_know(value: float) -> None:
+    """It keeps the largest tokens, here all of a flat row."""
+    out = both(torch.full((1, 5000), value), top_p=1e-46)
+    assert out.error.item() == 0
+    assert out.cutoff.item() == pytest.approx(value)
+
+
 def test_seeds_and_positions_beyond_32_bits() -> None:
     logits = torch.randn(1, 500)
     for seed in (0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1):

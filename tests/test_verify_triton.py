@@ -267,6 +267,46 @@ def test_degenerate_rows(rule: Rule, options: dict[str, Any], mask: bool) -> Non
     assert ((tokens >= 0) & (tokens < size)).all()
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_statistics_of_rows_without_a_law(rule: Rule) -> None:
+    """A drafter's faulty row has no p: the token comes from q alone, and never from the draft as if it had weight."""
+    batch, size = 12, 60
+    target, draft = torch.randn(batch, 2, size), torch.randn(batch, 1, size)
+    draft[0:4], draft[4:8] = math.nan, -math.inf
+    seeds = torch.arange(batch)
+    ids, stats = drafted(draft, seeds, 10)
+    out = both(target, ids, draft, rule=rule, seed=seeds, draft_stats=stats)
+    assert out.error.tolist() == [2] * 4 + [4] * 4 + [0] * 4
+    assert len(set(out.token_ids[:8, 0].tolist())) > 4
+    impossible = (stats[0][8:], stats[1][8:], torch.full((4, 1), -math.inf))
+    out = both(target[8:], ids[8:], draft[8:], rule=rule, seed=seeds[8:], draft_stats=impossible)
+    assert (out.error == 16).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 4, "temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("known", [True, False])
+def test_equal_rows_leave_nothing_to_resample(options: dict[str, Any], known: bool) -> None:
+    """p = q and a draft that p cannot have made: the residual is zero to the last bit, and q is drawn from."""
+    batch = 40
+    row = torch.randn(8)
+    token = int(row.argmin()) if known else 9
+    if known:
+        row[token] = -math.inf
+    out = both(row.expand(batch, 2, 8), torch.full((batch, 1), token), row.expand(batch, 1, 8),
+               seed=torch.arange(batch), **options)  # fmt: skip
+    assert (out.error == (48 if known else 40)).all()
+    assert len(set(out.token_ids[:, 0].tolist())) > 1
+
+
+def test_prices_of_the_rarest_drafts() -> None:
+    """p_n below what a float64 inverse can be taken of."""
+    draft, target = torch.zeros(3, 1, 10), torch.zeros(3, 2, 10)
+    draft[:, 0, 3] = -720.0
+    target[:, 0, 3] = torch.tensor([-math.inf, -735.0, -721.0])
+    out = both(target, [[3]] * 3, draft, uniforms=torch.full((3, 1), 0.5))
+    assert out.accept_prob[:, 0].tolist() == pytest.approx([0.0, math.exp(-15), math.exp(-1)], rel=1e-3)
+
+
 def test_refusals() -> None:
     target, draft = rows(2, 1, 10, 10, torch.float32)
     three = fs.Cactus(torch.tensor([0.1, 0.2, 0.3]))
@@ -287,6 +327,10 @@ def test_refusals() -> None:
         run(torch.zeros(1, 1, 2).expand(70_000, 1, 2), torch.empty(70_000, 0, dtype=torch.int64), backend="triton")
     with pytest.raises(fs.InvalidInput, match="temperature must be 0"):
         run(target, [[1], [2]], draft, temperature=torch.tensor([1.0, -1.0]), backend="triton")
+    with pytest.raises(fs.InvalidInput, match=r"position: expected a token index, 0 <= position < 2\^63"):
+        run(target, [[1], [2]], draft, position=2**64, backend="triton")
+    with pytest.raises(fs.InvalidInput, match="top_k must be an integer"):
+        run(target, [[1], [2]], draft, top_k=2**70, backend="triton")
     with pytest.raises(fs.InvalidInput, match="seed: expected 0 <= seed"):
         run(target, [[1], [2]], draft, seed=-1, backend="triton")
 
