@@ -64,7 +64,7 @@ def residual_weights(
     drafted, kind, q_cutoff, q_shift, q_offset, p_cutoff, p_shift, p_offset, scale, own_weight, low, high, cut, share,
     RULE: tl.constexpr,
 ):  # fmt: skip
-    """(residual, q) of some tokens of the deciding row, float32 and unnormalised as one; `inside` marks the tokens."""
+    """((h - p)+, q) of some tokens of the row that decides, float32, on one scale; `inside` marks the tokens."""
     z = scaled_logits(target_row, ids, inside, allowed_row, temperature)
     weight = tl.where(z >= q_cutoff, tl.exp(z - q_shift), 0.0)
     q = probability(z, q_cutoff, q_shift, q_offset)  # like p: equal rows have to leave nothing

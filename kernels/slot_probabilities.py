@@ -23,6 +23,7 @@ NO_P, P_OF_ROW, P_ONE_HOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def bitwise_or(a, b):
+    """For `tl.reduce`."""
     return a | b
 
 
