@@ -65,7 +65,7 @@ def commit(sequences: Sequences, token_ids: torch.Tensor, num_accepted: torch.Te
     room = (limit - length).clamp(min=0)
     emitted.copy_(torch.minimum(torch.minimum(num_accepted + 1, up_to_stop), room) * ~done)
     written = slots < emitted[:, None]
-    request, slot = written.nonzero(as_tuple=True)
+    request, slot = written.nonzero(as_tuple=True)  # a host read, which only this path has: it runs on the CPU
     tokens[request, length[request] + slot] = token_ids[request, slot]
     length.add_(emitted)
     done.logical_or_((stops & written).any(1))

@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 
 from fused_spec.kernels.launch import launch
+from fused_spec.kernels.processed_rows import INT_MAX
 from fused_spec.kernels.row_access import GROUP, SUBGROUP, finite_base, parameter, scaled_logits
 
 TILE = 2048
 """Logits one program reads: 4 KiB in half precision, enough programs for every multiprocessor at 6 rows."""
-
-NO_ID = tl.constexpr(2**31 - 1)
 
 
 class Rows(NamedTuple):
@@ -88,7 +87,7 @@ def _reduce_tile(
     if weighted is not None:
         tl.store(weighted + groups * all_rows, tl.sum(w * tl.where(w > 0, z, 0.0), 1))  # 0 * -inf would be NaN
     if first is not None:
-        tl.store(first + groups * all_rows, tl.min(tl.where(number == m[:, None], ids, NO_ID), 1))
+        tl.store(first + groups * all_rows, tl.min(tl.where(number == m[:, None], ids, INT_MAX), 1))
     if maxima is not None:
         PARTS: tl.constexpr = TILE // SUBGROUP
         parts = tl.max(tl.reshape(number, [PARTS, SUBGROUP]), 1)
