@@ -1,6 +1,7 @@
 """Argument checks shared by the public operations: one line, what came and what is allowed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -137,8 +138,27 @@ def check_processing(temperature: Scalar, top_k: Scalar, top_p: Scalar, min_p: S
             raise InvalidInput(f"min_p must be in [0, 1] (0 keeps every token), got {value}")
 
 
+_everywhere: list[str] = []
+
+
+@contextmanager
+def default_backend(name: str) -> Iterator[None]:
+    """Inside the `with` block, calls that name no backend take this path ("triton" or "torch") on every device.
+
+    With "triton" a whole model and its rounds run on CPU tensors under Triton's interpreter.
+    """
+    runs_on_triton(name, torch.device("cpu"))
+    _everywhere.append(name)
+    try:
+        yield
+    finally:
+        _everywhere.pop()
+
+
 def runs_on_triton(backend: str | None, device: torch.device) -> bool:
     """Which path a call takes: Triton's off the CPU and torch's on it, unless one is asked for."""
     if backend not in (None, "torch", "triton"):
         raise InvalidInput(f"backend must be None, 'torch' or 'triton', got {backend!r}")
+    if backend is None and _everywhere:
+        backend = _everywhere[-1]
     return backend == "triton" or (backend is None and device.type != "cpu")
