@@ -1,7 +1,6 @@
 """The engine: a verifier, a drafter and an acceptance rule, ready to generate one text at a time."""
 
 import os
-import secrets
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -11,22 +10,30 @@ import torch
 from fused_spec.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from fused_spec.errors import InvalidInput
 from fused_spec.generation import Generation, GenerationOutput, Request
-from fused_spec.kernels.check import check_processing
+from fused_spec.kernels.check import check_tensor
 from fused_spec.models.checkpoint import Checkpoint, open_checkpoint
+from fused_spec.models.config import weights_read
 from fused_spec.models.gguf_cache import converted
 from fused_spec.models.tokenizer import check_same_tokenizer
 from fused_spec.models.transformer import Transformer
 from fused_spec.options import (
     NAMED_DRAFTS,
+    SELF_DRAFT_BITS,
+    check_attention,
     check_draft_name,
     check_engine_options,
+    check_sampling,
+    check_seed,
+    check_stops,
     resolve_device,
     resolve_dtype,
     unknown_draft,
 )
 from fused_spec.prompt import Prompt, encode_prompt
 from fused_spec.round import RoundState, Sampling
+from fused_spec.round_size import AUTO_SIZES, AdaptiveSize, FixedSize, PrescribedSizes, RoundSize
 from fused_spec.rules import Rule, SpeculativeSampling
+from fused_spec.runner import EagerRunner, GraphRunner, Runner, Speculation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +53,8 @@ class Engine:
         target: the verifier.
         tokenizer: None for a checkpoint that has none; prompts are token ids then, and `text` stays empty.
         rule: the acceptance rule; a new one counts from the next call of `stream` or `generate`.
-        drafter, cache, state: the buffers of the sequence being decoded.
+        num_draft_tokens: as given; round_sizes: every m that a round may have.
+        drafter, cache, state: the buffers of the sequence being decoded. runner: who runs its rounds.
         eos_token_ids: tokens that end a text.
         max_length: most tokens of prompt and text together.
     """
@@ -58,7 +66,7 @@ class Engine:
         *,
         draft: Transformer | str | None = None,
         rule: Rule | None = None,
-        num_draft_tokens: int = 5,
+        num_draft_tokens: int | Literal["auto"] = 5,
         max_length: int = 4096,
         attention: str = "auto",
     ) -> None:
@@ -70,41 +78,65 @@ class Engine:
             draft: a loaded model with the same tokenizer, "ngram" (prompt lookup), "self-int8" or "self-int4" (the
                 verifier's own weights in 8 or 4 bits, sharing its cache) or None (plain decoding).
             rule: an acceptance rule; None is SpeculativeSampling(), which is lossless.
-            num_draft_tokens: m, drafts per round, 1 to 64.
+            num_draft_tokens: m, drafts per round, 1 to 64, or "auto": a few sizes, chosen round by round from how many
+                of the drafts tested so far were accepted.
             max_length: most tokens of prompt and text together, at most the models' contexts.
-            attention: "auto" or "sdpa".
+            attention: on a GPU "flash" (flash-attn), "triton" (our own) or "auto" (flash-attn where it is installed and
+                takes the model); on a CPU "sdpa" (torch's) or "auto".
 
         Raises:
             InvalidInput: an argument is none of these.
         """
         rule = SpeculativeSampling() if rule is None else rule
-        check_engine_options(rule, num_draft_tokens, max_length, attention)
+        check_engine_options(rule, num_draft_tokens, max_length)
+        check_attention(attention, target.device)
         if draft is not None and not isinstance(draft, Transformer) and draft not in NAMED_DRAFTS:
             raise unknown_draft(draft)
         for model, name in ((target, "target"), (draft, "draft")):
             if isinstance(model, Transformer) and max_length > model.config.max_position_embeddings:
                 context = model.config.max_position_embeddings
                 raise InvalidInput(f"max_length {max_length} is more than the {name}'s context of {context} tokens")
-        m = 0 if draft is None else num_draft_tokens
-        capacity = max_length + m + 1
         self.target, self.tokenizer, self.rule, self.max_length = target, tokenizer, rule, max_length
+        self.num_draft_tokens = num_draft_tokens
         self.eos_token_ids = frozenset(target.config.eos_token_ids)
-        self.cache = target.new_cache(capacity)
-        self.state = RoundState.empty(capacity, m, target.config.eos_token_ids, target.device)
-        self.drafter = self._drafter(draft, m, capacity)
+        self.round_sizes = _round_sizes(draft, num_draft_tokens)
+        most = self.round_sizes[-1]
+        capacity = max_length + most + 1
+        self.cache = target.new_cache(capacity, width=most + 1, attention=attention)
+        self.state = RoundState.empty(capacity, most, target.config.eos_token_ids, target.device)
+        self.drafter = self._drafter(draft, most, capacity, attention)
+        self.runner = self._runner()
         self.running: Generation | None = None
+        self._draft_cost = _draft_cost(target, draft)
         self._warned = False
 
-    def _drafter(self, draft: Transformer | str | None, m: int, capacity: int) -> Drafter:
+    def _drafter(self, draft: Transformer | str | None, most: int, capacity: int, attention: str) -> Drafter:
         if draft is None:
-            return NoDrafter(self.target.device)
+            return NoDrafter()
         if draft == "ngram":
-            return NgramDrafter(m)
+            return NgramDrafter()
         if isinstance(draft, str):
-            bits = {"self-int8": 8, "self-int4": 4}[draft]
-            return ModelDrafter(self.target.quantized(bits), m, capacity, verifier_cache=self.cache)
-        assert isinstance(draft, Transformer)
-        return ModelDrafter(draft, m, capacity)
+            return ModelDrafter(self.target.quantized(SELF_DRAFT_BITS[draft]), most, self.cache, shared=True)
+        return ModelDrafter(draft, most, draft.new_cache(capacity, width=2, attention=attention), shared=False)
+
+    def _runner(self) -> Runner:
+        parts = Speculation(self.target, self.cache, self.drafter, self.state)
+        if self.target.device.type != "cuda":
+            return EagerRunner(parts)
+        from fused_spec.cuda_graph import CudaRecorder
+
+        return GraphRunner(parts, self.round_sizes, CudaRecorder(self.target.device))
+
+    def _sizes(self, replayed: Sequence[int] | None) -> RoundSize:
+        """Who chooses the sizes of a text's rounds."""
+        chosen: RoundSize = FixedSize(self.round_sizes[0])
+        if self.num_draft_tokens == "auto" and len(self.round_sizes) > 1:
+            chosen = AdaptiveSize(self._draft_cost)
+        if replayed is None:
+            return chosen
+        if not isinstance(replayed, Sequence) or any(size not in self.round_sizes for size in replayed):
+            raise InvalidInput(f"round_sizes must be a list of sizes out of {self.round_sizes}, got {replayed!r}")
+        return PrescribedSizes(replayed, chosen)
 
     @classmethod
     def from_pretrained(
@@ -113,7 +145,7 @@ class Engine:
         *,
         draft: str | os.PathLike[str] | None = None,
         rule: Rule | None = None,
-        num_draft_tokens: int = 5,
+        num_draft_tokens: int | Literal["auto"] = 5,
         max_length: int = 4096,
         dtype: torch.dtype | Literal["bfloat16", "float16", "float32"] | None = None,
         device: str | torch.device | None = None,
@@ -133,10 +165,12 @@ class Engine:
                 allowed.
         """
         rule = SpeculativeSampling() if rule is None else rule
-        check_engine_options(rule, num_draft_tokens, max_length, attention)
+        check_engine_options(rule, num_draft_tokens, max_length)
         check_draft_name(draft)
         place, number = resolve_device(device), resolve_dtype(dtype)
-        rows = 1 if draft in (None, "ngram") else num_draft_tokens + 1  # what most forward passes of the target have
+        check_attention(attention, place)
+        # what most forward passes of the target have
+        rows = 1 if draft in (None, "ngram") else _round_sizes(draft, num_draft_tokens)[-1] + 1
         with open_checkpoint(target) as checkpoint:
             tokenizer = checkpoint.tokenizer()
             if draft is None or draft in NAMED_DRAFTS:
@@ -172,6 +206,8 @@ class Engine:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
+        allowed: torch.Tensor | None = None,
+        round_sizes: Sequence[int] | None = None,
     ) -> Generation:
         """Generate round by round: iterate over the result for chunks; its `output` then holds the whole.
 
@@ -183,42 +219,40 @@ class Engine:
             stop: strings that end the text; the text ends before the first of them.
             ignore_eos: go on behind EOS tokens.
             logprobs: report the verifier's unprocessed log-probability of every token.
+            allowed: int32 bitmask [ceil(V/32)] of the ids that the text may have, bit i of word w for id 32 w + i.
+            round_sizes: m of each round, as an earlier text's `stats.round_sizes` has them: with its seed and settings
+                they replay it, also where num_draft_tokens is "auto". Later rounds are sized as without.
 
         Raises:
             InvalidInput: an argument is none of these, or the prompt is empty or has max_length tokens or more.
         """
-        stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else tuple(stop)
-        if any(not isinstance(text, str) or not text for text in stops):
-            raise InvalidInput(f"stop must be non-empty strings, got {stop!r}")
-        if stops and self.tokenizer is None:
-            raise InvalidInput("stop strings need a tokenizer, and this checkpoint has none")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-            raise InvalidInput(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
         if not isinstance(self.rule, Rule):
             raise InvalidInput(f"rule must be an acceptance rule such as SpeculativeSampling(), got {self.rule!r}")
-        for name, value in {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}.items():
-            if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
-                raise InvalidInput(f"{name} must be {'an integer' if name == 'top_k' else 'a number'}, got {value!r}")
-        check_processing(temperature, top_k, top_p, min_p)
+        check_sampling(temperature, top_k, top_p, min_p, max_new_tokens)
+        stops = check_stops(stop, self.tokenizer is not None)
+        mask = self._mask(allowed)
         if temperature > 0 and (top_k, top_p, min_p) == (0, 1, 0):
             self._warn_of_the_tail()
-        if seed is None:
-            seed = secrets.randbits(63)
-        elif isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise InvalidInput(f"seed must be an integer, 0 <= seed < 2^63, got {seed!r}")
         ids = encode_prompt(prompt, self.tokenizer, self.target.config.vocab_size, self.max_length)
         return Generation(
             self,
             Request(
                 prompt=ids,
                 limit=min(len(ids) + max_new_tokens, self.max_length),
-                sampling=Sampling(temperature, top_k, top_p, min_p),
-                seed=seed,
+                sampling=Sampling(temperature, top_k, top_p, min_p, mask),
+                sizes=self._sizes(round_sizes),
+                seed=check_seed(seed),
                 stop=stops,
                 ignore_eos=ignore_eos,
                 logprobs=logprobs,
             ),
         )
+
+    def _mask(self, allowed: torch.Tensor | None) -> torch.Tensor | None:
+        if allowed is None:
+            return None
+        check_tensor("allowed", allowed, (-(-self.target.config.vocab_size // 32),), (torch.int32,))
+        return allowed.to(self.target.device)
 
     def _warn_of_the_tail(self) -> None:
         """Say once per engine that a wide budget without truncation hands the text over to the draft."""
@@ -244,6 +278,8 @@ class Engine:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
+        allowed: torch.Tensor | None = None,
+        round_sizes: Sequence[int] | None = None,
     ) -> GenerationOutput:
         """Generate a whole text; arguments and errors as in `stream`."""
         generation = self.stream(
@@ -257,10 +293,26 @@ class Engine:
             stop=stop,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            allowed=allowed,
+            round_sizes=round_sizes,
         )
         for _ in generation:
             pass
         return generation.output
+
+
+def _round_sizes(draft: object, num_draft_tokens: int | str) -> tuple[int, ...]:
+    """Every m that rounds may have, ascending. None is 0 with a draft model, whose first step fills a hole."""
+    if draft is None:
+        return (0,)
+    return AUTO_SIZES if isinstance(num_draft_tokens, str) else (num_draft_tokens,)
+
+
+def _draft_cost(target: Transformer, draft: Transformer | str | None) -> float:
+    """A draft step's share of a plain step, by the bytes of weights read."""
+    if isinstance(draft, Transformer):
+        return weights_read(draft.config) / weights_read(target.config)
+    return SELF_DRAFT_BITS.get(draft or "", 0) / (8 * target.embedding.element_size())
 
 
 def _load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rows: int) -> Transformer:

@@ -1,6 +1,7 @@
 """A generation under way: an iterator of chunks that keeps the output so far."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -8,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from fused_spec.drafters import PREFILL_CHUNK, prefill
-from fused_spec.kernels.commit import commit
 from fused_spec.kernels.error_bits import DRAFT_IMPOSSIBLE, EMPTY_SUPPORT, NAN_DRAFT, NAN_TARGET
-from fused_spec.kernels.logprob import token_logprobs
-from fused_spec.kernels.sample import sample
-from fused_spec.round import Sampling, decode_round
+from fused_spec.report import Report
+from fused_spec.round import Sampling
+from fused_spec.round_size import RoundSize
 from fused_spec.statistics import Statistics
 from fused_spec.text import TextStream
 
@@ -38,6 +38,7 @@ class Request:
     prompt: list[int]
     limit: int  # length of prompt and text together
     sampling: Sampling
+    sizes: RoundSize
     seed: int
     stop: tuple[str, ...]
     ignore_eos: bool
@@ -91,6 +92,7 @@ class Generation(Iterator[Chunk]):
         self._request = request
         self._text = TextStream(engine.tokenizer, request.stop, before=request.prompt[-1])
         self._started = False
+        self._launched: deque[int] = deque()  # sizes of the rounds whose reports were not collected yet
         self._failure: GenerationError | None = None
         if request.limit <= len(request.prompt):
             self.output.finish_reason = "length"
@@ -115,52 +117,41 @@ class Generation(Iterator[Chunk]):
 
     def _prefill(self) -> Chunk:
         engine, request, state = self._engine, self._request, self._engine.state
-        state.start(request.prompt, request.limit, request.seed)
+        engine.runner.begin(self._rule, request.sampling, with_logprobs=request.logprobs)
+        state.start(request.prompt, request.limit, request.seed, ignore_stop_ids=request.ignore_eos)
         prompt = state.tokens[: len(request.prompt)]
         logits = prefill(engine.target, prompt, engine.cache)
         engine.drafter.prefill(prompt)
         self.output.stats.verifier_forwards += -(-len(prompt) // PREFILL_CHUNK)
-        first = sample(logits, seed=state.seed, position=state.length, stream="resample", **request.sampling.options())
-        self._raise_on(int(first.error))
-        if request.logprobs:
-            state.logprobs[:1] = token_logprobs(logits, first.token_ids)
-        sequences = state.sequences(ignore_stop_ids=request.ignore_eos)
-        commit(sequences, first.token_ids[None], torch.zeros_like(state.length), first.token_ids[None, :0])
-        kept, text = self._deliver()
-        return Chunk(text, kept, 0)
+        report = engine.runner.settle(logits)
+        self._raise_on(report)
+        return Chunk(*self._deliver(report), 0)
 
     def _round(self) -> Chunk:
-        engine, request, state = self._engine, self._request, self._engine.state
-        decode_round(
-            state,
-            engine.target,
-            engine.cache,
-            engine.drafter,
-            self._rule,
-            request.sampling,
-            with_logprobs=request.logprobs,
-            ignore_stop_ids=request.ignore_eos,
-        )
-        self.output.stats.verifier_forwards += 1
-        self._raise_on(int(state.verification.error))
-        accepted = int(state.verification.num_accepted)
-        kept, text = self._deliver()
-        gains = state.verification.tv_gain[0].tolist()
-        self.output.stats.add_round(engine.drafter.num_tokens, int(state.drafted), accepted, len(kept), gains)
+        runner, stats = self._engine.runner, self.output.stats
+        while len(self._launched) < runner.ahead:
+            self._launched.append(self._request.sizes.next())
+            runner.launch(self._launched[-1])
+        size, report = self._launched.popleft(), runner.collect()
+        stats.verifier_forwards += 1
+        self._raise_on(report)
+        accepted, drafted = int(report.num_accepted), int(report.drafted)
+        self._request.sizes.learn(min(accepted + 1, drafted), accepted)
+        text, kept = self._deliver(report)
+        stats.add_round(size, drafted, accepted, len(kept), report.tv_gain[0, :drafted].tolist())
         return Chunk(text, kept, min(accepted, len(kept)))
 
-    def _deliver(self) -> tuple[list[int], str]:
-        """Take over what the last step committed, cut behind a stop string: (tokens, text)."""
-        state, output = self._engine.state, self.output
-        length, emitted = int(state.length), int(state.emitted)
+    def _deliver(self, report: Report) -> tuple[str, list[int]]:
+        """Take over what a round committed, cut behind a stop string: (text, tokens)."""
+        output = self.output
         kept, text = [], ""
-        for token in state.tokens[length - emitted : length].tolist():
+        for token in report.token_ids[0, : int(report.emitted)].tolist():
             kept.append(token)
             ends = not self._request.ignore_eos and token in self._engine.eos_token_ids
             text += "" if ends else self._text.push(token)
             if self._text.stopped:
                 break
-        if not self._text.stopped and bool(state.done):
+        if not self._text.stopped and bool(report.done):
             text += self._text.flush()
             output.finish_reason = "eos" if ends else "length"
         if self._text.stopped:
@@ -168,12 +159,13 @@ class Generation(Iterator[Chunk]):
         output.token_ids += kept
         output.text += text
         if output.logprobs is not None:
-            output.logprobs += state.logprobs[: len(kept)].tolist()
-        return kept, text
+            output.logprobs += report.logprobs[: len(kept)].tolist()
+        return text, kept
 
-    def _raise_on(self, error: int) -> None:
+    def _raise_on(self, report: Report) -> None:
+        error = int(report.error)
         faults = [text for bit, text in _FAULTS.items() if error & bit]
         if faults:
-            position = int(self._engine.state.length)
-            self._failure = GenerationError(f"{'; '.join(faults)} (in the round that ends at token {position})")
+            place = f"in the round that ends at token {int(report.length)}"
+            self._failure = GenerationError(f"{'; '.join(faults)} ({place})")
             raise self._failure

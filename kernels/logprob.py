@@ -3,7 +3,9 @@
 import torch
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """ln softmax(logits)[token] per row, one row at a time so that no [rows, V] float32 copy is made.
 
     Args:
@@ -13,7 +15,9 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
     Returns:
         [W] float32, NaN for rows without a token.
     """
-    out = torch.full(token_ids.shape, float("nan"), dtype=torch.float32, device=logits.device)
+    if out is None:
+        out = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
+    out.fill_(float("nan"))
     for i in range(len(token_ids)):
         row = logits[i].float()
         at = row[token_ids[i].clamp(min=0)] - row.logsumexp(0)

@@ -8,7 +8,13 @@ import torch
 
 
 def ngram_propose(
-    tokens: torch.Tensor, length: torch.Tensor, count: int, *, shortest: int = 2, longest: int = 4
+    tokens: torch.Tensor,
+    length: torch.Tensor,
+    count: int,
+    *,
+    shortest: int = 2,
+    longest: int = 4,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Continue the latest match.
 
@@ -31,7 +37,8 @@ def ngram_propose(
     best = score.max(0, keepdim=True)
     source = best.indices + 1 + torch.arange(count, device=tokens.device)
     found = (best.values >= 0) & (source < length)
-    return torch.where(found, tokens[source.clamp(max=tokens.numel() - 1)], -1)
+    found_tokens = torch.where(found, tokens[source.clamp(max=tokens.numel() - 1)], -1)
+    return found_tokens if out is None else out.copy_(found_tokens)
 
 
 def ngram_propose_reference(tokens: list[int], count: int, *, shortest: int = 2, longest: int = 4) -> list[int]:

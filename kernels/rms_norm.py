@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from fused_spec.kernels.check import runs_on_triton
+
 
 class RMSNorm(NamedTuple):
     """The weight of a normalisation, prepared for one that divides by the length of x and not by its mean square.
@@ -39,15 +41,37 @@ class NormBuffers(NamedTuple):
         return cls(torch.empty_like(x[..., :1]), torch.empty_like(x))
 
 
-def rms_norm(x: torch.Tensor, norm: RMSNorm, buffers: NormBuffers, out: torch.Tensor) -> None:
-    """Normalise over the last dimension.
+def rms_norm(
+    x: torch.Tensor,
+    norm: RMSNorm,
+    buffers: NormBuffers | None,
+    out: torch.Tensor,
+    add: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Normalise over the last dimension; with `add`, x += add first, in place.
 
     Args:
-        x: [..., n] float32.
-        norm: its weight broadcasts against x.
-        buffers: for tensors of x's shape.
-        out: where the result goes, [..., n] of any floating dtype; may be x.
+        x: [..., n] float32; [R, n] with unit stride in n on the Triton path.
+        norm: its weight broadcasts against x; [n] on the Triton path.
+        buffers: for tensors of x's shape; None makes new ones on the torch path, and the Triton path needs none.
+        out: where the result goes, [..., n] of any floating dtype; may be x if nothing is added.
+        add: of x's shape and any floating dtype, or None: what a layer adds to the residual stream x.
+        backend: "triton", "torch", or None: Triton where x is not on the CPU.
+
+    Raises:
+        InvalidInput: a tensor of the Triton path has another shape, dtype or stride than stated here.
     """
+    if runs_on_triton(backend, x.device):
+        from fused_spec.kernels.rms_norm_triton import rms_norm_triton  # not at the top: the torch path needs no Triton
+
+        rms_norm_triton(x, norm, out, add)
+        return
+    if buffers is None:
+        buffers = NormBuffers.like(x)
+    if add is not None:
+        x.add_(add)
     torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=buffers.length)
     torch.hypot(buffers.length, norm.floor, out=buffers.length)
     torch.div(x, buffers.length, out=buffers.scaled)

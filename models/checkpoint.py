@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROPE_DIVISORS = "rope_freqs.weight"
 _ROTATED = re.compile(r".*\.self_attn\.[qk]_(proj|norm)\.(weight|bias)")
-_HUB_ID = re.compile(r"(?!.*\.(?:gguf|safetensors|bin|pt|pth)$)[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+HUB_ID = re.compile(r"(?!.*\.(?:gguf|safetensors|bin|pt|pth)$)[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 
 
@@ -164,8 +164,8 @@ def open_checkpoint(path_or_id: str | os.PathLike[str]) -> Checkpoint:
             return _open_file(path)
     except OSError as error:  # no permission, a name too long, a device that fails
         raise InvalidInput(f"{text}: {error.strerror or error}") from None
-    if isinstance(path_or_id, str) and _HUB_ID.fullmatch(text):
-        return _open_folder(_download(text))
+    if isinstance(path_or_id, str) and HUB_ID.fullmatch(text):
+        return _open_folder(download(text, _HUB_FILES))
     raise InvalidInput(f"{text}: no such file or folder")
 
 
@@ -191,22 +191,32 @@ def _open_file(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     shards = shard_files(folder)
-    config_path, generation_path = folder / "config.json", folder / "generation_config.json"
-    if not config_path.is_file():
+    return Checkpoint(folder, config_in(folder), SafetensorsFiles(folder, shards))
+
+
+def config_in(folder: Path) -> ModelConfig:
+    """What a folder's `config.json` says, with the EOS tokens of a `generation_config.json` beside it."""
+    if not (folder / "config.json").is_file():
         raise InvalidInput(f"{folder}: config.json is missing; there is {contents(folder)}")
-    generation = read_json(generation_path) if generation_path.is_file() else None
-    config = ModelConfig.from_hf(read_json(config_path), generation, str(config_path))
-    return Checkpoint(folder, config, SafetensorsFiles(folder, shards))
+    return config_file(folder / "config.json")
 
 
-def _download(hub_id: str) -> Path:
+def config_file(path: Path) -> ModelConfig:
+    """The same, for a file of any name."""
+    beside = path.with_name("generation_config.json")
+    generation = read_json(beside) if beside.is_file() else None
+    return ModelConfig.from_hf(read_json(path), generation, str(path))
+
+
+def download(hub_id: str, patterns: list[str]) -> Path:
+    """A folder with those files of a hub id whose names fit one of the patterns."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     # the transport's own error class; which package it comes from depends on the version of huggingface_hub
     transport_error: Any = HfHubHTTPError.__bases__[0]
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (OSError, ValueError, transport_error) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise InvalidInput(f"{hub_id}: no such folder, and it cannot be fetched from the hub: {reason[0]}") from error

@@ -6,6 +6,7 @@ the arithmetic and is not implemented is refused by name.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +203,14 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return shapes
+
+
+def weights_read(config: ModelConfig) -> int:
+    """How many weights a forward pass reads: all matrices, norms and biases, and of the embedding a few rows only."""
+    shapes = expected_shapes(config)
+    embedding = shapes.pop("model.embed_tokens.weight")
+    head = math.prod(embedding) if config.tie_word_embeddings else 0
+    return head + sum(map(math.prod, shapes.values()))
 
 
 def _hf_architecture(config: dict[str, Any], where: str) -> str:

@@ -1,12 +1,13 @@
-"""A static key/value cache: one buffer for all layers, written at positions, rolled back by forgetting."""
+"""A static key/value cache on a CPU: one buffer for all layers, written at positions, rolled back by forgetting."""
 
 import functools
 from typing import NamedTuple
 
 import torch
 
-from fused_spec.kernels.attention import NARROW, STRIDE, Span
-from fused_spec.kernels.rope import as_pairs, rope_table
+from fused_spec.kernels.attention import NARROW, STRIDE, Span, attention, span
+from fused_spec.kernels.rms_norm import RMSNorm, rms_norm
+from fused_spec.kernels.rope import as_pairs, rope, rope_table
 from fused_spec.models.config import ModelConfig
 from fused_spec.models.workspace import Workspace
 
@@ -46,7 +47,15 @@ class KVCache:
         """Number of slots: what was asked for, rounded up to whole strides of the attention kernel."""
         return self.keys.shape[1]
 
-    def layers(self, where: Span) -> list[LayerSlots]:
+    def block(self, positions: torch.Tensor, least_rows: int, dtype: torch.dtype) -> "Block":
+        """A forward pass over tokens at consecutive positions [W], whose products are in `dtype`."""
+        where = span(positions, self._config.num_heads // self._config.num_kv_heads)
+        width = positions.numel()
+        room = (self._kept_workspace if width <= NARROW else self._workspace)(width, least_rows, dtype)
+        rotations = self.rotations[where.first : where.valid, None, None]
+        return Block(room, where, rotations, self._layers(where))
+
+    def _layers(self, where: Span) -> list[LayerSlots]:
         """The slots of a block for every layer. Stale ones that it covers become zero: a mask does not hide a NaN."""
         stale = slice(where.valid, min(where.end, self.written))
         if stale.start < stale.stop:
@@ -62,9 +71,26 @@ class KVCache:
         )
         return [LayerSlots(*slots) for slots in zip(*(view.unbind(0) for view in views), strict=True)]
 
-    def workspace(self, width: int, least_rows: int, dtype: torch.dtype) -> Workspace:
-        """Buffers for a forward pass over `width` tokens; kept for the next one if the block is narrow."""
-        return (self._kept_workspace if width <= NARROW else self._workspace)(width, least_rows, dtype)
-
     def _workspace(self, width: int, least_rows: int, dtype: torch.dtype) -> Workspace:
         return Workspace(self._config, width, max(width, least_rows), dtype, self.keys.device)
+
+
+class Block(NamedTuple):
+    """A block of tokens on its way through the layers."""
+
+    room: Workspace
+    where: Span
+    rotations: torch.Tensor  # [W, 1, 1, D/2] complex64
+    layers: list[LayerSlots]
+
+    def attend(self, layer: int, qkv: torch.Tensor, qk_norm: RMSNorm | None) -> torch.Tensor:
+        """From qkv [R, (H + 2 Hkv) D] to the results of attention [R, H D]; keys and values go into the cache."""
+        room, slots = self.room, self.layers[layer]
+        room.qkv.copy_(qkv)
+        if qk_norm is not None and room.qk_norm is not None:
+            rms_norm(room.qk, qk_norm, room.qk_norm, out=room.qk)
+        rope(room.q, self.rotations, out=room.attention.queries)
+        rope(room.k, self.rotations, out=slots.new_keys)
+        slots.new_values.copy_(room.v)
+        attention(room.attention, self.where, slots.keys, slots.values)
+        return room.attended

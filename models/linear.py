@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 
 class Linear(Protocol):
-    """y = x W^T + b for rows x [R, in]; gives [R, out].
+    """y = x W^T + b for rows x [R, in]; gives [R, out], in `out` if that is given.
 
     Attributes:
         bias: [out] or None.
@@ -20,7 +20,7 @@ class Linear(Protocol):
     dtype: torch.dtype
     least_rows: int
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
     def dense(self) -> torch.Tensor:
         """The weight [out, in] as a plain matrix, of any dtype."""
 
@@ -43,8 +43,12 @@ class DenseLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias, self.dtype = weight, bias, weight.dtype
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def dense(self) -> torch.Tensor:
         """The weight itself."""
@@ -65,9 +69,9 @@ class PackedLinear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, self.least_rows)
         self.bias = bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
-        return out
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
+        return y if out is None else out.copy_(y)
 
     def dense(self) -> torch.Tensor:
         """The weight in its plain order, a copy."""
@@ -91,9 +95,9 @@ class HalfLinear:
         floats = None if bias is None else bias.float()
         self._packed = torch.ops.quantized.linear_prepack_fp16.default(weight.float(), floats)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
-        return out
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
+        return y if out is None else out.copy_(y)
 
     def dense(self) -> torch.Tensor:
         """The weight in its plain order, a copy in float32."""

@@ -33,12 +33,13 @@ class Int8Linear:
         self.fused = weight.device.type == "cpu" and _has_int8_product()
         self._weight: Any = _pack_int8(integers, scale) if self.fused else (integers, scale)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.fused:
-            out: torch.Tensor = torch.ops.quantized.linear_dynamic.default(x.float(), self._weight, _overflows())
+            y: torch.Tensor = torch.ops.quantized.linear_dynamic.default(x.float(), self._weight, _overflows())
         else:
-            out = F.linear(x.float(), self.dense())
-        return out if self.bias is None else out + self.bias
+            y = F.linear(x.float(), self.dense())
+        y = y if self.bias is None else y + self.bias
+        return y if out is None else out.copy_(y)
 
     def dense(self) -> torch.Tensor:
         """The weight that the integers stand for, [out, in] float32."""
@@ -71,12 +72,13 @@ class Int4Linear:
         levels = levels.flatten(1)
         self._levels = torch._convert_weight_to_int4pack_for_cpu(levels, 1) if self.fused else levels.to(torch.uint8)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         x = x.bfloat16()
         if self._columns % GROUP:
             x = F.pad(x, (0, -self._columns % GROUP))
-        out = self._fused_product(x) if self.fused else F.linear(x, self._expanded().bfloat16())
-        return out if self.bias is None else out + self.bias
+        y = self._fused_product(x) if self.fused else F.linear(x, self._expanded().bfloat16())
+        y = y if self.bias is None else y + self.bias
+        return y if out is None else out.copy_(y)
 
     def dense(self) -> torch.Tensor:
         """The weight that the levels stand for, [out, in] float32."""

@@ -9,18 +9,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
-from fused_spec.kernels.attention import Span, attention, span
+from fused_spec.kernels.check import runs_on_triton
+from fused_spec.kernels.embedding import embed
 from fused_spec.kernels.rms_norm import RMSNorm, rms_norm
-from fused_spec.kernels.rope import rope
+from fused_spec.kernels.silu_mul import silu_mul
 from fused_spec.models.checkpoint import Checkpoint
 from fused_spec.models.config import ModelConfig, expected_shapes
-from fused_spec.models.kv_cache import KVCache, LayerSlots
+from fused_spec.models.device_cache import DeviceCache
+from fused_spec.models.kv_cache import KVCache
 from fused_spec.models.linear import DenseLinear, Linear, linear
 from fused_spec.models.quantized_linear import Int4Linear, Int8Linear
-from fused_spec.models.workspace import Workspace
+
+Cache = KVCache | DeviceCache
+"""Keys and values of one sequence, and the attention that goes with where they are."""
+
+Read = Callable[..., torch.Tensor]
+"""(names) -> their tensors on top of each other."""
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FEW_ROWS, _FEW_ROWS_OF_SMALL_MODELS, _SMALL = 3, 5, 1024
@@ -80,11 +86,11 @@ class Transformer:
         decoding, m + 1 for verification.
         """
         few = rows <= (_FEW_ROWS_OF_SMALL_MODELS if checkpoint.config.hidden_size <= _SMALL else _FEW_ROWS)
-        config, shapes = checkpoint.config, expected_shapes(checkpoint.config)
+        shapes = expected_shapes(checkpoint.config)
         with tqdm(total=len(shapes), desc=checkpoint.path.name, unit="tensor", disable=None) as progress:
 
             def read(*names: str) -> torch.Tensor:
-                """Tensors on top of each other. Copied one by one: `torch.cat` would need all of them twice."""
+                """Copied one by one: `torch.cat` would need all of them twice."""
                 parts = [shapes[name] for name in names]
                 stacked = torch.empty(sum(part[0] for part in parts), *parts[0][1:], dtype=dtype, device=device)
                 for name, rows_of in zip(names, stacked.split([part[0] for part in parts]), strict=True):
@@ -92,15 +98,32 @@ class Transformer:
                     progress.update()
                 return stacked
 
-            # The head first: what it takes to rearrange the largest matrix is needed while there is nothing else yet.
-            embedding = read(_EMBEDDING)
-            head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"), None, few)
-            if config.tie_word_embeddings and not isinstance(head, DenseLinear):
-                # The head has the matrix in an order of its own; for looking up rows the file's will do.
-                mapped = checkpoint.mapped(_EMBEDDING, dtype)
-                embedding = embedding if mapped is None else mapped
-            layers = [_load_layer(read, f"model.layers.{i}.", config, few) for i in range(config.num_layers)]
-            norm = RMSNorm.of(read("model.norm.weight"), config.rms_norm_eps)
+            # For looking up rows of a tied embedding, whose other copy the head rearranges, the file's own will do.
+            return cls._assemble(checkpoint.config, read, few, lambda: checkpoint.mapped(_EMBEDDING, dtype))
+
+    @classmethod
+    def uninitialised(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> "Transformer":
+        """A model of some shape whose weights are whatever the memory holds; on the meta device it takes none."""
+        shapes = expected_shapes(config)
+
+        def read(*names: str) -> torch.Tensor:
+            parts = [shapes[name] for name in names]
+            return torch.empty(sum(part[0] for part in parts), *parts[0][1:], dtype=dtype, device=device)
+
+        return cls._assemble(config, read, False, lambda: None)
+
+    @classmethod
+    def _assemble(
+        cls, config: ModelConfig, read: Read, few: bool, mapped: Callable[[], torch.Tensor | None]
+    ) -> "Transformer":
+        # The head first: what it takes to rearrange the largest matrix is needed while there is nothing else yet.
+        embedding = read(_EMBEDDING)
+        head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"), None, few)
+        if config.tie_word_embeddings and not isinstance(head, DenseLinear):
+            in_file = mapped()
+            embedding = embedding if in_file is None else in_file
+        layers = [_load_layer(read, f"model.layers.{i}.", config, few) for i in range(config.num_layers)]
+        norm = RMSNorm.of(read("model.norm.weight"), config.rms_norm_eps)
         return cls(config, embedding, layers, norm, head)
 
     def quantized(self, bits: int) -> "Transformer":
@@ -125,60 +148,67 @@ class Transformer:
         ]
         return Transformer(self.config, self.embedding, layers, self.norm, Int8Linear(self.head.dense()))
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """A cache for this model's keys and values."""
-        return KVCache(self.config, capacity, self.device)
+    def new_cache(self, capacity: int, *, width: int = 65, attention: str = "auto") -> Cache:
+        """A cache for this model's keys and values.
+
+        Args:
+            capacity: number of slots, at least.
+            width: the widest block that is decoded rather than prefilled; more scratch memory off the CPU.
+            attention: off the CPU, see `cached_attention`.
+        """
+        if not runs_on_triton(None, self.device):
+            return KVCache(self.config, capacity, self.device)
+        return DeviceCache(self.config, capacity, width, self.embedding.dtype, self.device, attention)
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, *, last_only: bool = False
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        *,
+        last_only: bool = False,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a block of tokens and write their keys and values into the cache.
 
         Args:
-            tokens: [W] int64 ids < V.
+            tokens: [W] int64; an id that is no row of the embedding (a missing draft's -1, one that only another
+                model's padding has) is taken for the nearest: no tokenizer gives it a text.
             positions: [W] int64, consecutive, below the cache's capacity. Slots before the first must be
                 valid.
             cache: written at `positions`.
             last_only: compute the logits of the last row only.
+            out: where the logits go, or None for a new tensor.
 
         Returns:
-            [W, V] logits ([1, V] with last_only).
+            [W, V] logits ([1, V] with last_only); `out` if given.
         """
-        where = span(positions, self.config.num_heads // self.config.num_kv_heads)
-        rotations = cache.rotations[where.first : where.valid, None, None]
-        room = cache.workspace(len(tokens), self.least_rows, self.layers[0].qkv.dtype)
-        room.stream[: len(tokens)] = F.embedding(tokens, self.embedding)
-        for layer, slots in zip(self.layers, cache.layers(where), strict=True):
-            self._attention(layer, room, slots, rotations, where)
-            self._mlp(layer, room)
-        rms_norm(room.stream, self.norm, room.norm, out=room.normed)
-        normed = room.normed.to(self.head.dtype)
-        if not last_only:
-            return self.head(normed)[: len(tokens)]
-        last = max(len(tokens) - self.least_rows, 0)  # as few rows as the product takes
-        return self.head(normed[last:])[len(tokens) - 1 - last :][:1]
+        block = cache.block(positions, self.least_rows, self.layers[0].qkv.dtype)
+        room = block.room
+        embed(tokens, self.embedding, out=room.stream[: len(tokens)])
+        pending = None  # what the last product gave and is not in the stream yet
+        for i, layer in enumerate(self.layers):
+            rms_norm(room.stream, layer.attention_norm, room.norm, out=room.normed, add=pending)
+            attended = block.attend(i, layer.qkv(room.normed), layer.qk_norm)
+            pending = layer.attention_out(attended)
+            rms_norm(room.stream, layer.mlp_norm, room.norm, out=room.normed, add=pending)
+            silu_mul(layer.gate_up(room.normed), out=room.activated)
+            pending = layer.down(room.activated)
+        rms_norm(room.stream, self.norm, room.norm, out=room.normed, add=pending)
+        wanted = slice(len(tokens) - 1, len(tokens)) if last_only else slice(0, len(tokens))
+        return self._logits(room.normed, wanted, out)
 
-    def _attention(
-        self, layer: Layer, room: Workspace, slots: LayerSlots, rotations: torch.Tensor, where: Span
-    ) -> None:
-        rms_norm(room.stream, layer.attention_norm, room.norm, out=room.normed)
-        room.qkv.copy_(layer.qkv(room.normed))
-        if layer.qk_norm is not None and room.qk_norm is not None:
-            rms_norm(room.qk, layer.qk_norm, room.qk_norm, out=room.qk)
-        rope(room.q, rotations, out=room.attention.queries)
-        rope(room.k, rotations, out=slots.new_keys)
-        slots.new_values.copy_(room.v)
-        attention(room.attention, where, slots.keys, slots.values)
-        room.stream.add_(layer.attention_out(room.attended))
-
-    def _mlp(self, layer: Layer, room: Workspace) -> None:
-        rms_norm(room.stream, layer.mlp_norm, room.norm, out=room.normed)
-        gate, up = layer.gate_up(room.normed).chunk(2, dim=1)
-        torch.mul(F.silu(gate), up, out=room.activated)
-        room.stream.add_(layer.down(room.activated))
+    def _logits(self, normed: torch.Tensor, wanted: slice, out: torch.Tensor | None) -> torch.Tensor:
+        """The logits of some rows, with as few others as the head's product takes."""
+        begin = max(min(wanted.start, wanted.stop - self.least_rows), 0)
+        rows = normed[begin : max(wanted.stop, begin + self.least_rows)].to(self.head.dtype)
+        if len(rows) == wanted.stop - wanted.start:
+            return self.head(rows, out)
+        logits = self.head(rows)[wanted.start - begin : wanted.stop - begin]
+        return logits if out is None else out.copy_(logits)
 
 
-def _load_layer(read: Callable[..., torch.Tensor], prefix: str, config: ModelConfig, few: bool) -> Layer:
+def _load_layer(read: Read, prefix: str, config: ModelConfig, few: bool) -> Layer:
     def product(*names: str, bias: bool = False) -> Linear:
         biases = read(*(f"{prefix}{name}.bias" for name in names)) if bias else None
         return linear(read(*(f"{prefix}{name}.weight" for name in names)), biases, few)

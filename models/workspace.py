@@ -1,4 +1,4 @@
-"""Buffers of a forward pass, and views of them: made once per width, since making them costs as much as using them."""
+"""Buffers of a forward pass on a CPU, and views of them: made once per width, since making them takes time."""
 
 import torch
 

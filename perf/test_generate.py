@@ -159,7 +159,7 @@ def test_split_of_a_round(
     call()
     forward = clock.around(lambda model, *_: "verify" if model is engine.target else "draft", Transformer.forward)
     monkeypatch.setattr(Transformer, "forward", forward)
-    for module, name in ((fused_spec.drafters, "sample"), (fused_spec.round, "verify"), (fused_spec.round, "commit")):
+    for module, name in ((fused_spec.drafters, "sample"), (fused_spec.round, "verify")):
         monkeypatch.setattr(module, name, clock.around(lambda *_: "sampling", getattr(module, name)))
 
     def run() -> float:
@@ -169,7 +169,7 @@ def test_split_of_a_round(
     turns = take_turns({"round": run}, 3, benchmark)
     assert self_int4.output is not None
     stats = self_int4.output.stats
-    m, config, rounds = engine.drafter.num_tokens, engine.target.config, stats.rounds
+    m, config, rounds = engine.round_sizes[-1], engine.target.config, stats.rounds
     draft = m * weight_bytes(config, 0.5 + 4 / 32, 1.0)  # int4 with scale and offset per 32, and an int8 head
     floors = {"draft": draft / bandwidth, "verify": weight_bytes(config, 2.0, 2.0) / bandwidth, "sampling": 0.0}
     whole = stats.decode_seconds / rounds

@@ -5,7 +5,9 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,3 +36,20 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _reproducible() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def bfloat16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds to the nearest bfloat16, as a GPU does; Triton's interpreter cuts float32 off."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    others = InterpreterBuilder.cast_impl
+
+    def cast(self: Any, source: Any, kind: Any) -> Any:
+        if (source.dtype.scalar, kind.scalar) != (float32, bfloat16):
+            return others(self, source, kind)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16)
+        return TensorHandle(rounded.numpy().reshape(source.data.shape), bfloat16)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)

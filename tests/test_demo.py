@@ -74,7 +74,7 @@ def test_table(demo: ModuleType) -> None:
     [
         (["--rule", "nonsense"], "unknown rule 'nonsense'; known: cactus, "),
         (["--rule", "cactus:delta=-1"], "cactus: delta must be a finite number"),
-        (["--num-draft-tokens", "0"], "num_draft_tokens must be an integer from 1 to 64, got 0"),
+        (["--num-draft-tokens", "0"], "num_draft_tokens must be an integer from 1 to 64 or 'auto', got 0"),
     ],
 )
 def test_errors_are_one_line(

@@ -17,6 +17,7 @@ from fused_spec import (
     SpeculativeSampling,
 )
 from fused_spec.drafters import ModelDrafter
+from fused_spec.models.kv_cache import KVCache
 from fused_spec.models.linear import DenseLinear
 from fused_spec.models.transformer import Transformer
 from toy import next_laws
@@ -52,6 +53,7 @@ def poison(engine: Engine, committed: int) -> None:
     if isinstance(engine.drafter, ModelDrafter) and engine.drafter.cache is not engine.cache:
         valid[engine.drafter.cache] = committed - 2
     for cache, slots in valid.items():
+        assert isinstance(cache, KVCache)
         for stale in (cache.keys, cache.values):
             stale[:, max(slots, 0) :] = math.nan
         cache.written = cache.capacity
@@ -260,14 +262,14 @@ def test_stream_refuses_before_it_is_iterated(arguments: dict[str, Any], named: 
     ("arguments", "named"),
     [
         ({"draft": "self-int3"}, "'ngram', 'self-int8', 'self-int4' or None, got 'self-int3'"),
-        ({"num_draft_tokens": 0}, "num_draft_tokens must be an integer from 1 to 64, got 0"),
-        ({"num_draft_tokens": 65}, "num_draft_tokens must be an integer from 1 to 64, got 65"),
-        ({"num_draft_tokens": "auto"}, "num_draft_tokens must be an integer from 1 to 64, got 'auto'"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens must be an integer from 1 to 64 or 'auto', got 0"),
+        ({"num_draft_tokens": 65}, "num_draft_tokens must be an integer from 1 to 64 or 'auto', got 65"),
+        ({"num_draft_tokens": "many"}, "num_draft_tokens must be an integer from 1 to 64 or 'auto', got 'many'"),
         ({"max_length": 1}, "max_length must be an integer >= 2, got 1"),
         ({"max_length": 257}, "max_length 257 is more than the target's context of 256 tokens"),
         ({"draft": cycle_model(4.0, context=63)}, "max_length 64 is more than the draft's context of 63 tokens"),
         ({"rule": "cactus"}, "rule must be an acceptance rule such as .* got 'cactus'"),
-        ({"attention": "flash"}, "attention must be 'auto' or 'sdpa' in this version, got 'flash'"),
+        ({"attention": "flash"}, "attention must be 'auto' or 'sdpa' on the device 'cpu', got 'flash'"),
     ],
 )
 def test_the_engine_refuses_bad_options(arguments: dict[str, Any], named: str) -> None:

@@ -49,7 +49,7 @@ def long_run(drafter: str) -> Run:
     for chunk in generation:
         ngrams = sum(token >= 0 for token in ngram_propose_reference(known, M))
         proposed = {"none": 0, "ngram": ngrams}.get(drafter, M) if steps else 0
-        gains = engine.state.verification.tv_gain[0].tolist() if steps else []
+        gains = engine.state.report.tv_gain[0, :proposed].tolist() if steps else []
         steps.append(Step(chunk.token_ids, chunk.num_accepted, proposed, gains))
         known += chunk.token_ids
     output = generation.output

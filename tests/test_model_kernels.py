@@ -33,6 +33,19 @@ def test_rms_norm_into_bfloat16() -> None:
     assert ((out.double() - exact).abs() <= exact.abs() * 2.0**-8).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_of_a_sum(dtype: torch.dtype) -> None:
+    """The same bits as the two steps one by one; without buffers as well."""
+    x, add, norm = torch.randn(3, 48), torch.randn(3, 48).to(dtype), RMSNorm.of(torch.randn(48), 1e-5)
+    total, expected = x + add, torch.empty(3, 48)
+    rms_norm(total, norm, NormBuffers.like(total), out=expected)
+    for buffers in (NormBuffers.like(x), None):
+        stream, out = x.clone(), torch.empty(3, 48)
+        rms_norm(stream, norm, buffers, out=out, add=add)
+        assert torch.equal(stream, total)
+        assert torch.equal(out, expected)
+
+
 def test_rope() -> None:
     """Angles are float32 products: at position p they are off by p * 2^-24 radians at most, twice over."""
     positions = torch.tensor([0, 1, 2, 511, 4000])

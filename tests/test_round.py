@@ -8,6 +8,7 @@ import torch
 from fused_spec import Cactus, Engine, SpeculativeSampling
 from fused_spec.kernels.commit import commit
 from fused_spec.kernels.ngram import ngram_propose, ngram_propose_reference
+from fused_spec.kernels.round_inputs import round_inputs
 from fused_spec.models.transformer import Transformer
 from fused_spec.round import RoundState, Sampling, decode_round
 from toy import next_laws, toy_model
@@ -83,6 +84,20 @@ def test_greedy_is_the_verifiers_arg_max(draft: str) -> None:
     assert out.stats.total_variation == 0
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_length_up_to_the_capacity(draft: str) -> None:
+    """Texts that begin anywhere and fill the cache to its last slot are the plain ones."""
+    full = 24
+    engine = Engine(VERIFIER, draft=DRAFTS[draft], num_draft_tokens=5, max_length=full)
+    plain = Engine(VERIFIER, max_length=full)
+    tokens = (PROMPT * 3)[:full]
+    for length in range(1, full):
+        options: dict[str, Any] = {"max_new_tokens": 100, "temperature": 0.0}
+        out = engine.generate(tokens[:length], **options)
+        assert out.token_ids == plain.generate(tokens[:length], **options).token_ids
+        assert len(out.token_ids) == full - length
+
+
 @pytest.mark.parametrize("draft", [name for name in DRAFTS if name != "none"])
 def test_lossless_rules_agree_and_replay(draft: str) -> None:
     """delta = 0 is speculative sampling bit for bit, also end to end; the same seed replays on the same buffers."""
@@ -103,25 +118,32 @@ def test_drafts_depend_on_committed_tokens_only() -> None:
     seen = {}
     for _ in generation:
         tokens = engine.state.tokens[: int(engine.state.length)].tolist()
-        with torch.inference_mode():
-            seen[tuple(tokens)] = engine.drafter.propose(engine.state, Sampling()).token_ids.tolist()
+        seen[tuple(tokens)] = propose(engine)
     fresh = Engine(VERIFIER, draft=DRAFT, num_draft_tokens=6, max_length=256)
     for text, drafts in list(seen.items())[:-1]:
         with torch.inference_mode():
             fresh.state.start(list(text), 256, 2)
             fresh.drafter.prefill(torch.tensor(text))
-            assert fresh.drafter.propose(fresh.state, Sampling()).token_ids.tolist() == drafts
+        assert propose(fresh) == drafts
 
 
-def append(state: RoundState, block: list[int], count: int, *, ignore_stop_ids: bool = False) -> None:
-    sequences = state.sequences(ignore_stop_ids=ignore_stop_ids)
-    commit(sequences, torch.tensor([block]), torch.tensor([count - 1]), torch.empty(1, 0, dtype=torch.int64))
+def propose(engine: Engine) -> list[int]:
+    """The drafts of the round that comes next."""
+    with torch.inference_mode():
+        state = engine.state
+        round_inputs(state.tokens, state.length, state.block, state.positions)
+        return [int(token) for token in engine.drafter.propose(state, Sampling(), 6).token_ids[0]]
+
+
+def append(state: RoundState, block: list[int], count: int) -> None:
+    none = torch.empty(1, 0, dtype=torch.int64)
+    commit(state.sequences(), torch.tensor([block]), torch.tensor([count - 1]), none)
 
 
 class TestCommit:
-    def state(self, length: int, limit: int, stop_ids: tuple[int, ...] = ()) -> RoundState:
-        state = RoundState.empty(40, 4, stop_ids, torch.device("cpu"))
-        state.start(list(range(100, 100 + length)), limit, 0)
+    def state(self, length: int, limit: int, stop_ids: tuple[int, ...] = (), *, ignored: bool = False) -> RoundState:
+        state = RoundState.empty(40, 4, stop_ids, "cpu")
+        state.start(list(range(100, 100 + length)), limit, 0, ignore_stop_ids=ignored)
         return state
 
     @pytest.mark.parametrize("count", range(1, 6))
@@ -133,7 +155,7 @@ class TestCommit:
         append(state, block, count)
         stopped = stop_at is not None and stop_at < min(count, room)
         expected = min(count, room, stop_at + 1 if stop_at is not None else 5)
-        assert state.emitted.item() == expected
+        assert state.report.emitted.item() == expected
         assert state.length.item() == 5 + expected
         assert state.tokens[:10].tolist() == [100, 101, 102, 103, 104, *block[:expected], *[0] * (5 - expected)]
         assert state.done.item() == (stopped or expected == room)
@@ -141,16 +163,17 @@ class TestCommit:
     def test_after_done_nothing_changes(self) -> None:
         state = self.state(5, 6)
         append(state, [1, 2, 3], 3)
-        before = {name: value.clone() for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
+        names = ("tokens", "length", "limit", "done", "seed")
+        before = {name: getattr(state, name).clone() for name in names}
         append(state, [7, 7, 7], 3)
-        assert state.emitted.item() == 0
-        for name in ("tokens", "length", "limit", "done", "seed"):
+        assert state.report.emitted.item() == 0
+        for name in names:
             assert torch.equal(getattr(state, name), before[name])
 
     def test_stop_ids_can_be_ignored(self) -> None:
-        state = self.state(5, 30, (9,))
-        append(state, [9, 9, 1], 3, ignore_stop_ids=True)
-        assert (state.emitted.item(), state.done.item()) == (3, False)
+        state = self.state(5, 30, (9,), ignored=True)
+        append(state, [9, 9, 1], 3)
+        assert (state.report.emitted.item(), state.done.item()) == (3, False)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -159,14 +182,13 @@ def test_rounds_launched_after_done_change_nothing(draft: str) -> None:
     engine = Engine(VERIFIER, draft=DRAFTS[draft], num_draft_tokens=3, max_length=40)
     out = engine.generate(PROMPT, max_new_tokens=100, seed=1)
     assert len(PROMPT) + len(out.token_ids) == 40
-    tokens = engine.state.tokens.clone()
+    tokens, size = engine.state.tokens.clone(), engine.round_sizes[-1]
     for _ in range(10):
         with torch.inference_mode():
             decode_round(
-                engine.state, engine.target, engine.cache, engine.drafter, engine.rule, Sampling(),
-                with_logprobs=False, ignore_stop_ids=False,
-            )  # fmt: skip
-        assert (engine.state.length.item(), engine.state.emitted.item()) == (40, 0)
+                engine.state, engine.target, engine.cache, engine.drafter, engine.rule, Sampling(), size=size
+            )
+        assert (engine.state.length.item(), engine.state.report.emitted.item()) == (40, 0)
         assert torch.equal(engine.state.tokens, tokens)
 
 

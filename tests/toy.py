@@ -17,11 +17,15 @@ def toy_model(
     context: int = 256,
     eos: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float32,
+    architecture: str = "llama",
 ) -> Transformer:
-    """A random transformer of hidden size 16; `sharpness` is the spread of its logits."""
+    """A random transformer of hidden size 16; `sharpness` is the spread of its logits.
+
+    Of the architectures, qwen2 has biases and qwen3 normalises queries and keys.
+    """
     hidden, heads, kv_heads, dim, inner = 16, 2, 1, 8, 24
     config = ModelConfig(
-        architecture="llama",
+        architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -40,12 +44,20 @@ def toy_model(
     def weight(rows: int, columns: int, spread: float = 1.0) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * spread / columns**0.5).to(dtype)
 
+    def qk_norm() -> RMSNorm | None:
+        if not config.family.qk_norm:
+            return None
+        return RMSNorm.of(1 + weight(heads + kv_heads, dim), config.rms_norm_eps)
+
     norm = RMSNorm.of(torch.ones(hidden), config.rms_norm_eps)
+    qkv_rows = (heads + 2 * kv_heads) * dim
     blocks = [
         Layer(
             attention_norm=norm,
-            qkv=DenseLinear(weight((heads + 2 * kv_heads) * dim, hidden, 2.0)),
-            qk_norm=None,
+            qkv=DenseLinear(
+                weight(qkv_rows, hidden, 2.0), weight(qkv_rows, 1)[:, 0] if config.family.qkv_bias else None
+            ),
+            qk_norm=qk_norm(),
             attention_out=DenseLinear(weight(hidden, heads * dim, 2.0)),
             mlp_norm=norm,
             gate_up=DenseLinear(weight(2 * inner, hidden, 2.0)),
