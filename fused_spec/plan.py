@@ -34,7 +34,7 @@ from fused_spec.round_size import tokens_per_round
 
 NamedDraft = Literal["self-int8", "self-int4", "ngram"]
 _FLOAT32, _BFLOAT16 = 4, 2
-_CHUNKS, _CHUNK = 64, 64  # of split attention: at most so many chunks, of at least so many slots
+_CHUNKS, _SLOTS = 64, 64  # split attention has at most so many chunks, of a multiple of so many slots
 
 
 @dataclass(frozen=True)
@@ -211,13 +211,14 @@ def scratch_bytes(config: ModelConfig, capacity: int, width: int, size: int) -> 
 
     R = max(width, 512) rows, the 512 being a prompt's chunks, of: the stream (hidden, float32), normed (hidden),
     queries and attended (H D each), the products that go into them (H + 2 Hkv) D and 2 inner, and activated (inner).
-    Split attention's partials, float32: width x H x chunks x (D + 2), with min(64, capacity / 64) chunks at most. The
+    Split attention's partials, float32: width x H x chunks x (D + 2), as kernels/split_attention.py cuts a cache. The
     table of rotations: capacity x D float32.
     """
     heads, head_dim = config.num_heads, config.head_dim
     narrow = config.hidden_size + (3 * heads + 2 * config.num_kv_heads) * head_dim + 3 * config.intermediate_size
     rows = max(width, PREFILL_CHUNK) * (config.hidden_size * _FLOAT32 + narrow * size)
-    partials = width * heads * min(_CHUNKS, -(-capacity // _CHUNK)) * (head_dim + 2) * _FLOAT32
+    chunk = _SLOTS * -(-capacity // (_SLOTS * _CHUNKS))
+    partials = width * heads * -(-capacity // chunk) * (head_dim + 2) * _FLOAT32
     return rows + partials + capacity * head_dim * _FLOAT32
 
 

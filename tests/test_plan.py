@@ -15,11 +15,12 @@ import torch
 from fused_spec.cli import main
 from fused_spec.errors import InvalidInput
 from fused_spec.gpus import GPUS, gpu_of
+from fused_spec.kernels.split_attention import SplitBuffers
 from fused_spec.models.config import ModelConfig, expected_shapes
 from fused_spec.models.device_cache import DeviceCache
 from fused_spec.models.gguf_file import GGUFFile
 from fused_spec.models.known_configs import KNOWN_CONFIGS, config_of
-from fused_spec.plan import Plan, acceptance_for, cache_bytes, plan, quantized_bytes, weight_bytes
+from fused_spec.plan import Plan, acceptance_for, cache_bytes, plan, quantized_bytes, scratch_bytes, weight_bytes
 from fused_spec.round_size import tokens_per_round
 
 TINY = ModelConfig(
@@ -100,6 +101,13 @@ def test_the_cache_on_a_gpu_is_as_large_as_planned(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("fused_spec.models.device_cache.cached_attention", lambda *_: None)
     cache = DeviceCache(TINY, 24, 4, torch.bfloat16, torch.device("meta"), "auto")
     assert cache.keys.nbytes + cache.values.nbytes == planned(TINY, "ngram").memory.verifier_cache
+
+
+@pytest.mark.parametrize("capacity", [1, 64, 65, 4096, 4097, 4102, 9000, 131072])
+def test_partials_are_those_of_the_kernel(capacity: int) -> None:
+    buffers = SplitBuffers.empty(capacity, 6, TINY.num_heads, TINY.num_kv_heads, TINY.head_dim, torch.device("meta"))
+    without = scratch_bytes(TINY, capacity, 0, 2)  # no wider than a prompt's chunk, so the rest is the same
+    assert scratch_bytes(TINY, capacity, 6, 2) - without == sum(buffer.nbytes for buffer in buffers)
 
 
 def test_reads_by_hand() -> None:
