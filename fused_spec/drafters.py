@@ -6,8 +6,10 @@ import torch
 
 from fused_spec.kernels.ngram import ngram_propose
 from fused_spec.kernels.sample import Sample, sample
+from fused_spec.models.config import weights_read
 from fused_spec.models.device_cache import WIDEST
 from fused_spec.models.transformer import Cache, Transformer
+from fused_spec.options import SELF_DRAFT_BITS
 from fused_spec.round import Drafts, RoundState, Sampling
 
 PREFILL_CHUNK = WIDEST
@@ -85,6 +87,13 @@ class ModelDrafter:
             sample(logits, seed=state.seed, position=state.positions[new], out=drawn, **sampling.options())
         stats = (lse[:, :size], cutoff[:, :size], logprob[:, :size])
         return Drafts(state.block[None, 2 : size + 2], self._logits[:, :size], stats)
+
+
+def draft_cost(target: Transformer, draft: Transformer | str | None) -> float:
+    """A draft step's share of a plain step of the verifier, by the bytes of weights read."""
+    if isinstance(draft, Transformer):
+        return weights_read(draft.config) / weights_read(target.config)
+    return SELF_DRAFT_BITS.get(draft or "", 0) / (8 * target.embedding.element_size())
 
 
 def prefill(model: Transformer, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from fused_spec.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from fused_spec.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter, draft_cost
 from fused_spec.errors import InvalidInput
 from fused_spec.generation import Generation, GenerationOutput, Request
 from fused_spec.kernels.check import check_tensor
 from fused_spec.models.checkpoint import Checkpoint, open_checkpoint
-from fused_spec.models.config import weights_read
 from fused_spec.models.gguf_cache import converted
 from fused_spec.models.tokenizer import check_same_tokenizer
 from fused_spec.models.transformer import Transformer
@@ -31,7 +30,7 @@ from fused_spec.options import (
 )
 from fused_spec.prompt import Prompt, encode_prompt
 from fused_spec.round import RoundState, Sampling
-from fused_spec.round_size import AUTO_SIZES, AdaptiveSize, FixedSize, PrescribedSizes, RoundSize
+from fused_spec.round_size import possible_sizes, size_chooser
 from fused_spec.rules import Rule, SpeculativeSampling
 from fused_spec.runner import EagerRunner, GraphRunner, Runner, Speculation
 
@@ -99,7 +98,7 @@ class Engine:
         self.target, self.tokenizer, self.rule, self.max_length = target, tokenizer, rule, max_length
         self.num_draft_tokens = num_draft_tokens
         self.eos_token_ids = frozenset(target.config.eos_token_ids)
-        self.round_sizes = _round_sizes(draft, num_draft_tokens)
+        self.round_sizes = possible_sizes(draft is not None, num_draft_tokens)
         most = self.round_sizes[-1]
         capacity = max_length + most + 1
         self.cache = target.new_cache(capacity, width=most + 1, attention=attention)
@@ -107,7 +106,7 @@ class Engine:
         self.drafter = self._drafter(draft, most, capacity, attention)
         self.runner = self._runner()
         self.running: Generation | None = None
-        self._draft_cost = _draft_cost(target, draft)
+        self._draft_cost = draft_cost(target, draft)
         self._warned = False
 
     def _drafter(self, draft: Transformer | str | None, most: int, capacity: int, attention: str) -> Drafter:
@@ -126,17 +125,6 @@ class Engine:
         from fused_spec.cuda_graph import CudaRecorder
 
         return GraphRunner(parts, self.round_sizes, CudaRecorder(self.target.device))
-
-    def _sizes(self, replayed: Sequence[int] | None) -> RoundSize:
-        """Who chooses the sizes of a text's rounds."""
-        chosen: RoundSize = FixedSize(self.round_sizes[0])
-        if self.num_draft_tokens == "auto" and len(self.round_sizes) > 1:
-            chosen = AdaptiveSize(self._draft_cost)
-        if replayed is None:
-            return chosen
-        if not isinstance(replayed, Sequence) or any(size not in self.round_sizes for size in replayed):
-            raise InvalidInput(f"round_sizes must be a list of sizes out of {self.round_sizes}, got {replayed!r}")
-        return PrescribedSizes(replayed, chosen)
 
     @classmethod
     def from_pretrained(
@@ -170,7 +158,7 @@ class Engine:
         place, number = resolve_device(device), resolve_dtype(dtype)
         check_attention(attention, place)
         # what most forward passes of the target have
-        rows = 1 if draft in (None, "ngram") else _round_sizes(draft, num_draft_tokens)[-1] + 1
+        rows = 1 if draft in (None, "ngram") else possible_sizes(True, num_draft_tokens)[-1] + 1
         with open_checkpoint(target) as checkpoint:
             tokenizer = checkpoint.tokenizer()
             if draft is None or draft in NAMED_DRAFTS:
@@ -240,7 +228,7 @@ class Engine:
                 prompt=ids,
                 limit=min(len(ids) + max_new_tokens, self.max_length),
                 sampling=Sampling(temperature, top_k, top_p, min_p, mask),
-                sizes=self._sizes(round_sizes),
+                sizes=size_chooser(self.round_sizes, self._draft_cost, round_sizes),
                 seed=check_seed(seed),
                 stop=stops,
                 ignore_eos=ignore_eos,
@@ -299,20 +287,6 @@ class Engine:
         for _ in generation:
             pass
         return generation.output
-
-
-def _round_sizes(draft: object, num_draft_tokens: int | str) -> tuple[int, ...]:
-    """Every m that rounds may have, ascending. None is 0 with a draft model, whose first step fills a hole."""
-    if draft is None:
-        return (0,)
-    return AUTO_SIZES if isinstance(num_draft_tokens, str) else (num_draft_tokens,)
-
-
-def _draft_cost(target: Transformer, draft: Transformer | str | None) -> float:
-    """A draft step's share of a plain step, by the bytes of weights read."""
-    if isinstance(draft, Transformer):
-        return weights_read(draft.config) / weights_read(target.config)
-    return SELF_DRAFT_BITS.get(draft or "", 0) / (8 * target.embedding.element_size())
 
 
 def _load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, rows: int) -> Transformer:

@@ -7,6 +7,8 @@ its noise is drawn again for the token that takes its place, and a choice that s
 from collections.abc import Sequence
 from typing import Protocol
 
+from fused_spec.errors import InvalidInput
+
 AUTO_SIZES = (1, 2, 3, 4, 6, 8)
 """What "auto" chooses from; there is a captured graph for each."""
 
@@ -17,6 +19,13 @@ _FIRST_GUESS, _ITS_WEIGHT = 0.7, 4.0
 _ROW_COST = 0.02
 """What another row costs a verifier's forward pass. On a CPU, one over 16 tokens took 1.3 times one over a single
 token (a prototype's measurement); where weights are read from memory only, it is less."""
+
+
+def possible_sizes(drafting: bool, num_draft_tokens: int | str) -> tuple[int, ...]:
+    """Every m that rounds may have, ascending. None is 0 with a draft model, whose first step fills a hole."""
+    if not drafting:
+        return (0,)
+    return AUTO_SIZES if isinstance(num_draft_tokens, str) else (num_draft_tokens,)
 
 
 class RoundSize(Protocol):
@@ -90,3 +99,22 @@ class PrescribedSizes:
 def tokens_per_round(acceptance: float, size: int) -> float:
     """Expected tokens of a round of `size` drafts, each accepted with the same probability, the extra one included."""
     return sum(acceptance**i for i in range(size + 1))
+
+
+def size_chooser(sizes: tuple[int, ...], draft_cost: float, replayed: Sequence[int] | None) -> RoundSize:
+    """Who chooses the sizes of a text's rounds.
+
+    Args:
+        sizes: those that rounds may have.
+        draft_cost: see `AdaptiveSize`.
+        replayed: sizes of the first rounds, from an earlier text, or None.
+
+    Raises:
+        InvalidInput: one of the replayed sizes is not among those that rounds may have.
+    """
+    chosen = FixedSize(sizes[0]) if len(sizes) == 1 else AdaptiveSize(draft_cost)
+    if replayed is None:
+        return chosen
+    if not isinstance(replayed, Sequence) or any(size not in sizes for size in replayed):
+        raise InvalidInput(f"round_sizes must be a list of sizes out of {sizes}, got {replayed!r}")
+    return PrescribedSizes(replayed, chosen)

@@ -42,10 +42,10 @@ def test_an_auto_text_is_replayed_by_its_sizes(draft: str) -> None:
     sizes = out.stats.round_sizes
     again = engine.generate(PROMPT, round_sizes=sizes, **options)
     assert (again.token_ids, again.stats.round_sizes) == (out.token_ids, sizes)
-    # The list decides, not what the engine would choose: with other sizes the text is another.
+    # The list decides, not what the engine would choose. Of n-grams so few are accepted that the text may be the same.
     other = engine.generate(PROMPT, round_sizes=[8] * 200, **options)
     assert set(other.stats.round_sizes) == {8}
-    assert other.token_ids != out.token_ids
+    assert draft == "ngram" or other.token_ids != out.token_ids
 
 
 def test_sizes_that_an_engine_lacks_are_refused() -> None:
@@ -121,10 +121,9 @@ def tail_of_transitions(engine: Engine, *, peeking: bool = False) -> tuple[float
     counts, second = torch.zeros(2, SMALL_V, SMALL_V, dtype=torch.float64)
     seen = set()
     for seed in range(RUNS):
-        if peeking:
-            sizes = Peeking(engine)
-            engine._sizes = lambda replayed, sizes=sizes: sizes  # type: ignore[method-assign, misc]
         generation = engine.stream([1, 2], max_new_tokens=LONG, seed=seed)
+        if peeking:
+            generation._request = replace(generation._request, sizes=Peeking(engine))
         chunks = [chunk.token_ids for chunk in generation]
         tokens = generation.output.token_ids
         for pair in pairwise(tokens):
