@@ -71,9 +71,9 @@ def test_forward(architecture: str) -> None:
     ids=["greedy", "plain", "filters"],
 )
 def test_the_engine_gives_the_torch_paths_text(draft: str, request_options: dict[str, Any]) -> None:
-    expected = engine(draft).generate(PROMPT, max_new_tokens=12, **request_options)
+    expected = engine(draft).generate(PROMPT, max_new_tokens=9, **request_options)
     with default_backend("triton"):
-        ours = with_graphs(engine(draft)).generate(PROMPT, max_new_tokens=12, **request_options)
+        ours = with_graphs(engine(draft)).generate(PROMPT, max_new_tokens=9, **request_options)
     assert ours.token_ids == expected.token_ids
     assert ours.stats.accepted == expected.stats.accepted
     assert ours.stats.drafted == expected.stats.drafted
@@ -86,21 +86,20 @@ def test_the_engine_gives_the_torch_paths_text(draft: str, request_options: dict
 @pytest.mark.parametrize("draft", ["self-int8", "self-int4"])
 def test_a_self_draft_is_tested_like_any_other(draft: str) -> None:
     """Its products differ from the CPU's by design; greedy text is the verifier's all the same, in less rounds."""
-    expected = engine("none").generate(PROMPT, max_new_tokens=14, temperature=0.0)
+    expected = engine("none").generate(PROMPT, max_new_tokens=7, temperature=0.0)
     with default_backend("triton"):
-        ours = with_graphs(engine(draft)).generate(PROMPT, max_new_tokens=14, temperature=0.0)
+        ours = engine(draft, num_draft_tokens=2).generate(PROMPT, max_new_tokens=7, temperature=0.0)
     assert ours.token_ids == expected.token_ids
-    assert ours.stats.acceptance_length is not None
-    assert ours.stats.acceptance_length > 1.5
+    assert ours.stats.rounds <= 4
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_poisoned_slots_change_nothing(draft: str) -> None:
     """NaN in every slot beyond the valid length before every round."""
     with default_backend("triton"):
-        options: dict[str, Any] = {"max_new_tokens": 8, "seed": 3}
-        clean = engine(draft).generate(PROMPT, **options)
-        poisoned = engine(draft)
+        options: dict[str, Any] = {"max_new_tokens": 5, "seed": 3}
+        clean = engine(draft, num_draft_tokens=2).generate(PROMPT, **options)
+        poisoned = engine(draft, num_draft_tokens=2)
         generation = poisoned.stream(PROMPT, **options)
         for _ in generation:
             length = int(poisoned.state.length)
@@ -116,7 +115,7 @@ def test_poisoned_slots_change_nothing(draft: str) -> None:
 def test_rounds_after_done_change_nothing(draft: str) -> None:
     """Up to the last slot of the cache."""
     with default_backend("triton"):
-        full = engine(draft, max_length=len(PROMPT) + 4)
+        full = engine(draft, num_draft_tokens=2, max_length=len(PROMPT) + 4)
         out = full.generate(PROMPT, max_new_tokens=50, seed=1)
         assert len(out.token_ids) == 4
         tokens = full.state.tokens.clone()

@@ -185,9 +185,7 @@ def test_rounds_launched_after_done_change_nothing(draft: str) -> None:
     tokens, size = engine.state.tokens.clone(), engine.round_sizes[-1]
     for _ in range(10):
         with torch.inference_mode():
-            decode_round(
-                engine.state, engine.target, engine.cache, engine.drafter, engine.rule, Sampling(), size=size
-            )
+            decode_round(engine.state, engine.target, engine.cache, engine.drafter, engine.rule, Sampling(), size=size)
         assert (engine.state.length.item(), engine.state.report.emitted.item()) == (40, 0)
         assert torch.equal(engine.state.tokens, tokens)
 
