@@ -103,9 +103,8 @@ class Engine:
         capacity = max_length + most + 1
         self.cache = target.new_cache(capacity, width=most + 1, attention=attention)
         self.state = RoundState.empty(capacity, most, target.config.eos_token_ids, target.device)
-        self.drafter = self._drafter(draft, most, capacity, attention)
-        self.runner = self._runner()
         self.running: Generation | None = None
+        self.use_drafter(self._drafter(draft, most, capacity, attention))
         self._draft_cost = draft_cost(target, draft)
         self._warned = False
 
@@ -117,6 +116,11 @@ class Engine:
         if isinstance(draft, str):
             return ModelDrafter(self.target.quantized(SELF_DRAFT_BITS[draft]), most, self.cache, shared=True)
         return ModelDrafter(draft, most, draft.new_cache(capacity, width=2, attention=attention), shared=False)
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Take drafts from somewhere else from the next text on, in rounds of the same sizes."""
+        self.drafter = drafter
+        self.runner = self._runner()
 
     def _runner(self) -> Runner:
         parts = Speculation(self.target, self.cache, self.drafter, self.state)

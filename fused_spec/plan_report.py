@@ -7,6 +7,7 @@ from typing import Any
 
 from fused_spec.plan import Memory, Plan
 from fused_spec.round_size import tokens_per_round
+from fused_spec.table import Table
 
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 """Rates to show where none are asked for."""
@@ -19,28 +20,6 @@ LEFT_OUT = (
     "that is written"
 )
 """What no time of a report has in it."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A header, and rows of as many cells; the first column is text, the others are numbers."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def text(self) -> str:
-        """In columns."""
-        lines = [self.header, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(cells)).rstrip()
-            for cells in (zip(line, widths, strict=True) for line in lines)
-        )
-
-    def markdown(self) -> str:
-        """As GitHub renders it."""
-        rule = ["---"] + ["---:"] * (len(self.header) - 1)
-        return "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *self.rows))
 
 
 @dataclass(frozen=True)

@@ -61,12 +61,13 @@ class Drafts:
     Attributes:
         token_ids: [1, m] int64, -1 from the first slot without a draft.
         logits: [1, m, Vd], or None for a deterministic drafter.
-        stats: see `verify`.
+        stats, uniforms: see `verify`.
     """
 
     token_ids: torch.Tensor
     logits: torch.Tensor | None = None
     stats: DraftStats | None = None
+    uniforms: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ def settle(
         position=state.length,
         allowed=None if allowed is None else allowed.expand(1, size + 1, -1),
         draft_stats=drafts.stats,
+        uniforms=drafts.uniforms,
         out=outcome,
         sequences=state.sequences(),
         **sampling.options(),

@@ -11,7 +11,8 @@ import torch
 from contenders import Ours, Transformers
 from demo import smollm2_path
 from fused_spec import Engine
-from quiet import machine
+from fused_spec.timing import machine
+from quiet import pytest_runtest_call as pytest_runtest_call
 
 THREADS = 2
 

@@ -15,7 +15,8 @@ import torch
 
 from contenders import SAMPLINGS, Ours, Transformers
 from fused_spec import Engine
-from quiet import machine, table, take_turns
+from fused_spec.table import Table
+from fused_spec.timing import machine, take_turns
 
 PROMPT = "Write a Python function that merges two sorted lists, explain how it works and give two examples."
 
@@ -59,11 +60,12 @@ def main() -> None:
         for one in ours.values():
             one.contender(prompt, sampling, 16)()  # the first call pages weights in
         turns = take_turns(calls, options.turns)
-        rows = [("", "tokens/s", "of plain", "tokens per round")]
+        rows = []
         for name in calls:
             per_round = f"{ours[name].output.stats.tokens_per_round:.2f}" if name in ours else ""  # type: ignore[union-attr]
             rows.append((name, f"{turns.rate(name):.2f}", f"{turns.ratio(name, 'plain'):.2f}", per_round))
-        print(f"{options.target.name}, {sampling}\n{table(rows)}\nothers used {turns.foreign:.1%}\n", flush=True)
+        shown = Table(("", "tokens/s", "of plain", "tokens per round"), rows).text()
+        print(f"{options.target.name}, {sampling}\n{shown}\nothers used {turns.foreign:.1%}\n", flush=True)
         figures[sampling] = {
             "tokens_per_second": {name: turns.rate(name) for name in calls},
             "over_plain": {name: turns.ratio(name, "plain") for name in calls},

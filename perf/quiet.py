@@ -1,130 +1,33 @@
-"""Timing on a machine that is not ours alone: interleaved samples, each with the share of CPU time that others used.
+"""Benchmarks take turns as fused_spec/timing.py has it; a busy machine skips them, which is not a regression."""
 
-A busy neighbour slows two OpenMP threads up to a hundredfold, since they spin while they wait for each other. So
-variants take turns (A, B, A, B), a turn counts only if it was quiet, and what is reported are medians over such turns.
-If there is none, the result is "machine busy", not a regression.
-"""
-
-import os
-import platform
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from statistics import median
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import pytest
-import torch
 
-MOST_FOREIGN = 0.05
-"""Largest share of the machine's CPU time that others may use during a sample that counts."""
-
-_TICKS = os.sysconf("SC_CLK_TCK")
+from fused_spec.timing import MachineBusy, Turns, timed
 
 
-def _busy_seconds() -> float:
-    """CPU seconds that all processes together have used, hypervisor's theft included (all but idle and iowait)."""
-    with open("/proc/stat") as stat:
-        numbers = [int(word) for word in stat.readline().split()[1:9]]
-    return (sum(numbers) - numbers[3] - numbers[4]) / _TICKS
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One timed call: seconds that passed, what it returned, and the share of CPU time that was not ours."""
-
-    seconds: float
-    value: float
-    foreign: float
-
-
-def timed(call: Callable[[], float | None]) -> Sample:
-    """Runs a call once. What it returns, say tokens, is kept as `value`; 1 if it returns nothing."""
-    busy, own, start = _busy_seconds(), sum(os.times()[:4]), time.perf_counter()
-    value = call()
-    seconds = time.perf_counter() - start
-    others = _busy_seconds() - busy - (sum(os.times()[:4]) - own)
-    return Sample(seconds, 1.0 if value is None else value, max(0.0, others) / (seconds * (os.cpu_count() or 1)))
-
-
-@dataclass
-class Turns:
-    """Samples of several variants that took turns: turn i of every variant lies next to turn i of the others."""
-
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-
-    @property
-    def quiet(self) -> list[int]:
-        """Turns in which every sample was quiet."""
-        columns = zip(*self.samples.values(), strict=True)
-        return [i for i, turn in enumerate(columns) if all(sample.foreign <= MOST_FOREIGN for sample in turn)]
-
-    @property
-    def foreign(self) -> float:
-        """Median foreign share over all samples."""
-        return median(sample.foreign for samples in self.samples.values() for sample in samples)
-
-    def rate(self, name: str) -> float:
-        """Median of value per second, over quiet turns."""
-        return median(self.samples[name][i].value / self.samples[name][i].seconds for i in self._counted())
-
-    def seconds(self, name: str) -> float:
-        """Median seconds of a call, over quiet turns."""
-        return median(self.samples[name][i].seconds for i in self._counted())
-
-    def ratio(self, ours: str, peer: str) -> float:
-        """How many times faster `ours` is than `peer`: median over quiet turns of the ratio of their rates."""
-        pairs = [(self.samples[ours][i], self.samples[peer][i]) for i in self._counted()]
-        return median(a.value / a.seconds / (b.value / b.seconds) for a, b in pairs)
-
-    def _counted(self) -> list[int]:
-        quiet = self.quiet
-        if not quiet:
-            pytest.skip(f"machine busy: others used {self.foreign:.0%} of the CPU time (median), no turn was quiet")
-        return quiet
-
-
-def take_turns(variants: Mapping[str, Callable[[], float | None]], turns: int, benchmark: Any = None) -> Turns:
-    """Times the variants in turn. With pytest-benchmark's fixture, the first of them is what it reports."""
+def take_turns(variants: Mapping[str, Callable[[], float | None]], turns: int, benchmark: Any) -> Turns:
+    """Times the variants in turn; the first of them is what pytest-benchmark's fixture reports."""
     result = Turns({name: [] for name in variants})
+    first, *others = variants
 
     def run(name: str) -> None:
         result.samples[name].append(timed(variants[name]))
 
-    first, *others = variants
-    if benchmark is None:
-        for _ in range(turns):
-            for name in (*others, first):
-                run(name)
-    else:
+    def others_first() -> None:
+        for name in others:
+            run(name)
 
-        def others_first() -> None:
-            for name in others:
-                run(name)
-
-        benchmark.pedantic(run, args=(first,), setup=others_first, rounds=turns)
+    benchmark.pedantic(run, args=(first,), setup=others_first, rounds=turns)
     return result
 
 
-def table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Rows of text in aligned columns."""
-    cells = list(rows)
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
-
-
-def machine() -> dict[str, Any]:
-    """What figures depend on: processor, threads and versions."""
-    with open("/proc/cpuinfo") as lines:
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """Skip what a busy machine kept from being measured."""
+    try:
+        return (yield)
+    except MachineBusy as busy:
+        pytest.skip(str(busy))

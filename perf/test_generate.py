@@ -16,7 +16,9 @@ import fused_spec.round
 from contenders import Ours, Transformers
 from fused_spec.models.config import ModelConfig
 from fused_spec.models.transformer import Transformer
-from quiet import Turns, table, take_turns, timed
+from fused_spec.table import Table
+from fused_spec.timing import Turns, timed
+from quiet import take_turns
 
 PROMPT = "Explain in a short paragraph why the sky is blue, then list three other things that are blue."
 TURNS = 5
@@ -54,9 +56,9 @@ def chat(ours: Ours, question: str) -> list[int]:
 
 def rates(turns: Turns, peer: str) -> str:
     """Tokens per second and ratios, with the share of foreign CPU time."""
-    rows = [("", "tokens/s", f"of {peer}")]
-    rows += [(name, f"{turns.rate(name):.1f}", f"{turns.ratio(name, peer):.2f}") for name in turns.samples]
-    return f"{table(rows)}\nothers used {turns.foreign:.1%} of the CPU time; {len(turns.quiet)} quiet turns"
+    rows = [(name, f"{turns.rate(name):.1f}", f"{turns.ratio(name, peer):.2f}") for name in turns.samples]
+    shown = Table(("", "tokens/s", f"of {peer}"), rows)
+    return f"{shown.text()}\nothers used {turns.foreign:.1%} of the CPU time; {len(turns.quiet)} quiet turns"
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
@@ -173,12 +175,13 @@ def test_split_of_a_round(
     draft = m * weight_bytes(config, 0.5 + 4 / 32, 1.0)  # int4 with scale and offset per 32, and an int8 head
     floors = {"draft": draft / bandwidth, "verify": weight_bytes(config, 2.0, 2.0) / bandwidth, "sampling": 0.0}
     whole = stats.decode_seconds / rounds
-    rows = [("", "ms", "share", "byte floor, ms")]
+    rows = []
     for part, floor in floors.items():
         seconds = clock.seconds[part] / rounds
         rows.append((part, f"{seconds * 1e3:.2f}", f"{seconds / whole:.1%}", f"{floor * 1e3:.2f}"))
     rows.append(("round", f"{whole * 1e3:.2f}", "", f"{sum(floors.values()) * 1e3:.2f}"))
-    say(f"A round of self-int4, m={m}, {stats.tokens_per_round:.2f} tokens; {bandwidth / 1e9:.0f} GB/s\n{table(rows)}")
+    say(f"A round of self-int4, m={m}, {stats.tokens_per_round:.2f} tokens; {bandwidth / 1e9:.0f} GB/s")
+    say(Table(("", "ms", "share", "byte floor, ms"), rows).text())
     figures["smollm2_round"] = {
         "milliseconds": {part: clock.seconds[part] / rounds * 1e3 for part in floors} | {"whole": whole * 1e3},
         "byte_floor_milliseconds": {part: floor * 1e3 for part, floor in floors.items()},

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fused_spec as fs
-from quiet import table, take_turns
+from fused_spec.table import Table
+from quiet import take_turns
 
 V = 151936
 
@@ -60,10 +61,10 @@ def test_verify(rows: int, most: float, benchmark: Any, figures: dict[str, Any],
         }
         turns = take_turns(calls, 7, benchmark)
     over_logsumexp, over_materialised = turns.ratio("logsumexp", "verify"), turns.ratio("verify", "materialised")
-    shown = [("", "ms"), *((name, f"{turns.seconds(name) * 10:.3f}") for name in calls)]
+    shown = Table(("", "ms"), [(name, f"{turns.seconds(name) * 10:.3f}") for name in calls])
     say(
         f"verify, R={rows}: {over_logsumexp:.2f} log-sum-exps, {over_materialised:.2f} times as fast as materialised\n"
-        f"{table(shown)}\nothers used {turns.foreign:.1%} of the CPU time; {len(turns.quiet)} quiet turns"
+        f"{shown.text()}\nothers used {turns.foreign:.1%} of the CPU time; {len(turns.quiet)} quiet turns"
     )
     figures[f"verify_{rows}_rows"] = {
         "logsumexps": over_logsumexp,
