@@ -18,8 +18,8 @@ def token_logprobs(
 
     Returns:
         [W] float32, `out` if given; NaN for rows without a token, and for rows with a NaN or +inf or without any
-        finite logit. Sums of 1024 terms of exp in float32 put it off by 6e-6 at most; roundings of the result and, on
-        the torch path, of the log-sum-exp to float32 come on top.
+        finite logit. Terms of exp and their sums over 1024 ids, in float32, put it off by 6e-6 at most; roundings of
+        the result and, on the torch path, of the log-sum-exp to float32 come on top.
 
     Raises:
         InvalidInput: an argument has another shape or dtype than stated here.
