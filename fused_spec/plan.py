@@ -170,7 +170,7 @@ def plan(
         drafter = reads(draft, size)
     elif draft in SELF_DRAFT_BITS:
         draft_weights = sum(quantized_bytes(target, SELF_DRAFT_BITS[draft]))
-        scratch += m * target.vocab_size * _FLOAT32
+        scratch += m * target.vocab_size * size
         drafter = reads(target, size, SELF_DRAFT_BITS[draft])
     memory = Memory(
         verifier_weights=weight_bytes(target, size),

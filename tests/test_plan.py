@@ -87,7 +87,7 @@ def test_memory_by_hand() -> None:
     assert alone.total == alone.verifier_weights + alone.verifier_cache + target
     itself = planned(TINY, "self-int4").memory
     assert (itself.draft_weights, itself.draft_cache) == (sum(quantized_bytes(TINY, 4)), 0)
-    assert itself.scratch == target + 3 * 100 * 4
+    assert itself.scratch == target + 3 * 100 * 2
     pair = planned(TINY, TIED).memory
     assert (pair.draft_weights, pair.draft_cache) == (weight_bytes(TIED, 2), alone.verifier_cache)
     assert pair.scratch == target + rows + 2 * 4 * 1 * (8 + 2) * 4 + 24 * 8 * 4 + 3 * 100 * 2
