@@ -55,7 +55,8 @@ def test_assisted_by_itself(
     turns = take_turns(calls, 3, benchmark)
     assert ours.output is not None
     say(
-        f"SmolLM2 drafting for itself, {ours.output.stats.tokens_per_round:.2f} tokens a round\n{rates(turns, 'assisted')}"
+        f"SmolLM2 drafting for itself, {ours.output.stats.tokens_per_round:.2f} tokens a round\n"
+        f"{rates(turns, 'assisted')}"
     )
     figures["smollm2_assisted"] = {
         "over_transformers": turns.ratio("draft model", "assisted"),
@@ -72,7 +73,7 @@ def test_prefill(
     figures: dict[str, Any],
     say: Callable[[str], None],
 ) -> None:
-    """512 tokens of a prompt until the first one after it is known; weights laid out for blocks, and for single tokens."""
+    """512 tokens of a prompt until the next one is known; weights laid out for blocks, and for single tokens."""
     prompt = [int(token) for token in torch.randint(100, 40000, (512,), generator=torch.Generator().manual_seed(1))]
     ids = torch.tensor([prompt])
 
