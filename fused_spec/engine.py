@@ -103,7 +103,7 @@ class Engine:
         capacity = max_length + most + 1
         self.cache = target.new_cache(capacity, width=most + 1, attention=attention)
         self.state = RoundState.empty(capacity, most, target.config.eos_token_ids, target.device)
-        self.running: Generation | None = None
+        self.running: object = None
         self.use_drafter(self._drafter(draft, most, capacity, attention))
         self._draft_cost = draft_cost(target, draft)
         self._warned = False
@@ -118,9 +118,10 @@ class Engine:
         return ModelDrafter(draft, most, draft.new_cache(capacity, width=2, attention=attention), shared=False)
 
     def use_drafter(self, drafter: Drafter) -> None:
-        """Take drafts from somewhere else from the next text on, in rounds of the same sizes."""
+        """Take drafts from somewhere else, in rounds of the same sizes. A text that is under way ends here."""
         self.drafter = drafter
         self.runner = self._runner()
+        self.running = None
 
     def _runner(self) -> Runner:
         parts = Speculation(self.target, self.cache, self.drafter, self.state)
@@ -244,7 +245,7 @@ class Engine:
         if allowed is None:
             return None
         check_tensor("allowed", allowed, (-(-self.target.config.vocab_size // 32),), (torch.int32,))
-        return allowed.to(self.target.device)
+        return allowed.to(self.target.device, copy=True)
 
     def _warn_of_the_tail(self) -> None:
         """Say once per engine that a wide budget without truncation hands the text over to the draft."""

@@ -92,6 +92,7 @@ class Generation(Iterator[Chunk]):
         self._request = request
         self._text = TextStream(engine.tokenizer, request.stop, before=request.prompt[-1])
         self._started = False
+        self._token = object()  # says whose the engine's buffers are, and keeps neither of the two alive
         self._launched: deque[int] = deque()  # sizes of the rounds whose reports were not collected yet
         self._failure: GenerationError | None = None
         if request.limit <= len(request.prompt):
@@ -102,15 +103,25 @@ class Generation(Iterator[Chunk]):
             raise self._failure
         if self.output.finish_reason is not None:
             raise StopIteration
-        if self._started and self._engine.running is not self:
+        if self._started and self._engine.running is not self._token:
             raise RuntimeError("this generation was ended by a later one: an engine holds one sequence at a time")
+        try:
+            return self._step()
+        except BaseException as error:  # an interrupt as well: what the buffers hold then is anybody's guess
+            if self._failure is None:
+                self._failure = GenerationError(
+                    f"this generation cannot go on: {type(error).__name__} in an earlier step"
+                )
+            raise
+
+    def _step(self) -> Chunk:
         begin = time.perf_counter()
         with torch.inference_mode():
             if self._started:
                 chunk = self._round()
                 self.output.stats.decode_seconds += time.perf_counter() - begin
             else:
-                self._started, self._engine.running = True, self
+                self._started, self._engine.running = True, self._token
                 chunk = self._prefill()
                 self.output.stats.prefill_seconds = time.perf_counter() - begin
         return chunk

@@ -115,6 +115,6 @@ def size_chooser(sizes: tuple[int, ...], draft_cost: float, replayed: Sequence[i
     chosen = FixedSize(sizes[0]) if len(sizes) == 1 else AdaptiveSize(draft_cost)
     if replayed is None:
         return chosen
-    if not isinstance(replayed, Sequence) or any(size not in sizes for size in replayed):
+    if not isinstance(replayed, Sequence) or any(type(size) is not int or size not in sizes for size in replayed):
         raise InvalidInput(f"round_sizes must be a list of sizes out of {sizes}, got {replayed!r}")
     return PrescribedSizes(replayed, chosen)

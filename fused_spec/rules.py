@@ -38,11 +38,16 @@ class Rule:
         values = (getattr(self, f.name) for f in fields(self))  # 2 and 2.0 are equal, and so are their hashes
         return hash((type(self), *(tuple(v.tolist()) if isinstance(v, torch.Tensor) else v for v in values)))
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether a parameter is a tensor, whose values may change."""
+        return any(isinstance(getattr(self, f.name), torch.Tensor) for f in fields(self))
+
     def at(self, index: int, batch: int) -> "Rule":
         """The rule of one request: tensor parameters [B] replaced by their value at `index`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        if not any(isinstance(value, torch.Tensor) for value in values.values()):
+        if not self.has_tensors:
             return self
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 if value.shape != (batch,):

@@ -122,7 +122,7 @@ class SamplingBuffers:
         """Take over the numbers, and the mask if there is one."""
         self._temperature.fill_(float(sampling.temperature))
         self._top_k.fill_(int(sampling.top_k))
-        self._top_p.fill_(float(sampling.top_p))
+        self._top_p.fill_(max(float(sampling.top_p), torch.finfo(torch.float32).tiny))  # not 0, however small
         self._min_p.fill_(float(sampling.min_p))
         if sampling.allowed is not None:
             self._allowed.copy_(sampling.allowed)
@@ -157,14 +157,15 @@ class GraphRunner:
         self._rule: Rule | None = None
         self._buffers = SamplingBuffers(parts.verifier.config.vocab_size, state.tokens.device)
         most = state.block.numel() - 2
-        self._free = deque(Report(most, pinned=recorder.pinned) for _ in range(self.ahead + 1))
+        self._reports = tuple(Report(most, pinned=recorder.pinned) for _ in range(self.ahead + 1))
+        self._free = deque(self._reports)
         self._under_way: deque[tuple[Report, Callable[[], None]]] = deque()
 
     def begin(self, rule: Rule, sampling: Sampling, *, with_logprobs: bool) -> None:
         """Fill the buffers that graphs read, and record the graphs that are not there yet."""
-        self._free.extend(report for report, _ in self._under_way)  # of a sequence that nobody asks about any more
+        self._free = deque(self._reports)  # whatever rounds of an earlier sequence are still under way
         self._under_way.clear()
-        if rule is not self._rule:  # its numbers are part of the graphs
+        if rule is not self._rule and (rule.has_tensors or rule != self._rule):  # its numbers are part of the graphs
             self._graphs.clear()
             self._rule = rule
         self._buffers.fill(sampling)

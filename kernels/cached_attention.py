@@ -64,7 +64,12 @@ def prefill_attention(positions: torch.Tensor) -> Attend:
 
     def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
         q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys[:end], values[:end]))
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        if mask is not None:  # torch's quick kernels take a mask or grouped heads, not both
+            group = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        result = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
+        )
         out.copy_(result[0].transpose(0, 1))
 
     return attend

@@ -50,7 +50,7 @@ def test_an_auto_text_is_replayed_by_its_sizes(draft: str) -> None:
 
 def test_sizes_that_an_engine_lacks_are_refused() -> None:
     engine = Engine(VERIFIER, draft=DRAFT, num_draft_tokens=3, max_length=64)
-    for sizes in ([2], [3, 0], [3, 3.5], 3):
+    for sizes in ([2], [3, 0], [3, 3.5], [3.0], [True], 3):
         with pytest.raises(InvalidInput, match="round_sizes must be a list of sizes out of"):
             engine.generate(PROMPT, round_sizes=sizes)  # type: ignore[arg-type]
     assert engine.generate(PROMPT, round_sizes=[3, 3], max_new_tokens=9).stats.round_sizes[:2] == [3, 3]

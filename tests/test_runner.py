@@ -3,6 +3,9 @@
 Graphs are stood in for by functions that run when they are replayed (tests/graphs.py).
 """
 
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,7 +76,10 @@ def test_a_graph_is_recorded_once_for_what_it_cannot_read_anew() -> None:
         counts.append(recorder.recorded)
     # plain; greedy with log-probabilities; filters; the same; a mask; log-probabilities; the first again
     assert counts == [1, 2, 3, 3, 4, 5, 5]
-    engine.rule = SpeculativeSampling()
+    engine.rule = SpeculativeSampling()  # an equal one
+    engine.generate(**REQUESTS[0])
+    assert recorder.recorded == 5
+    engine.rule = Cactus(0.1)
     engine.generate(**REQUESTS[0])
     assert recorder.recorded == 6
 
@@ -153,6 +159,106 @@ def take(generation: Generation) -> list[Chunk]:
     with pytest.raises(GenerationError, match="NaN"):
         next(generation)
     return chunks
+
+
+class Interrupted(KeyboardInterrupt):
+    pass
+
+
+def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The function, interrupted before its call number `at`."""
+    calls = 0
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise Interrupted
+        return function(*arguments, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    "place", ["runner.launch", "runner.collect", "runner.settle", "drafter.prefill", "target.forward"]
+)
+def test_an_interrupt_ends_a_text_and_harms_no_other(place: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever call is interrupted: the text cannot be taken up again by mistake, and the next one is sound."""
+    engine = Engine(VERIFIER, draft=DRAFT, num_draft_tokens=3, max_length=128)
+    good = engine.generate(**REQUESTS[0]).token_ids
+    engine = with_graphs(engine) if graphs else engine
+    for at in (1, 2, 3, 4, 5):
+        generation = engine.stream(**REQUESTS[0])
+        known: list[int] = []
+        with monkeypatch.context() as patch:
+            owner, name = place.split(".")
+            patch.setattr(getattr(engine, owner), name, interrupting(getattr(getattr(engine, owner), name), at))
+            try:
+                for chunk in generation:
+                    known += chunk.token_ids
+            except Interrupted:
+                with pytest.raises(GenerationError, match="cannot go on: Interrupted in an earlier step"):
+                    next(generation)
+        assert known == good[: len(known)]
+        assert engine.generate(**REQUESTS[0]).token_ids == good
+
+
+def test_an_interrupted_wait_loses_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU's host spends its time: again and again."""
+    engine = with_graphs(Engine(VERIFIER, draft=DRAFT, num_draft_tokens=3, max_length=128))
+    good = engine.generate(**REQUESTS[0]).token_ids
+    recorder = runner_of(engine)._recorder
+    mark = recorder.mark
+
+    def interrupted() -> None:
+        raise Interrupted
+
+    for _ in range(5):
+        generation = engine.stream(**REQUESTS[0])
+        next(generation)
+        with monkeypatch.context() as patch:
+            patch.setattr(recorder, "mark", lambda: mark() and interrupted)
+            with pytest.raises(Interrupted):
+                next(generation)
+        assert engine.generate(**REQUESTS[0]).token_ids == good
+
+
+def test_a_new_drafter_ends_the_text_under_way() -> None:
+    engine = Engine(VERIFIER, draft=DRAFT, num_draft_tokens=3, max_length=128)
+    generation = engine.stream(**REQUESTS[0])
+    next(generation)
+    engine.use_drafter(engine.drafter)
+    with pytest.raises(RuntimeError, match="ended by a later one"):
+        next(generation)
+    assert len(engine.generate(**REQUESTS[0]).token_ids) == 40
+
+
+def test_an_engine_goes_when_nobody_needs_it() -> None:
+    """Without waiting for the garbage collector: weights and caches are large."""
+    engine = Engine(VERIFIER, draft=DRAFT, num_draft_tokens=3, max_length=128)
+    out = engine.generate(**REQUESTS[0])
+    known = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert known() is None
+    finally:
+        gc.enable()
+    assert out.token_ids
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_mask_is_the_engines_own_once_asked_with(graphs: bool) -> None:
+    engine = Engine(VERIFIER, draft=DRAFT, num_draft_tokens=3, max_length=128)
+    engine = with_graphs(engine) if graphs else engine
+    mask = MASK.clone()
+    expected = engine.generate([1, 2], max_new_tokens=30, seed=1, allowed=MASK).token_ids
+    generation = engine.stream([1, 2], max_new_tokens=30, seed=1, allowed=mask)
+    mask.fill_(1)
+    for _ in generation:
+        pass
+    assert generation.output.token_ids == expected
 
 
 def test_reports_are_one_copy() -> None:
