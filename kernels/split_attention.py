@@ -190,8 +190,8 @@ def split_attention(
     """Attend to a cache that the block's own keys and values are already written to.
 
     Args:
-        queries: [W, H, D] float32, bfloat16 or float16, unit stride in D as all others. Made for a D that is a multiple of
-            8; registers spill at some others.
+        queries: [W, H, D] float32, bfloat16 or float16, unit stride in D as all others. Made for multiples of 8 as D:
+            at some others registers spill.
         keys, values: [capacity, Hkv, D] of the same dtype, one layer's cache. What the block sees of it must be finite;
             slots behind the block are not read.
         positions: [W] int64, consecutive cache slots; looked at on the device.

@@ -214,11 +214,15 @@ def test_an_interrupted_wait_loses_no_report(monkeypatch: pytest.MonkeyPatch) ->
     def interrupted() -> None:
         raise Interrupted
 
+    def interrupting_mark() -> Callable[[], None]:
+        mark()
+        return interrupted
+
     for _ in range(5):
         generation = engine.stream(**REQUESTS[0])
         next(generation)
         with monkeypatch.context() as patch:
-            patch.setattr(recorder, "mark", lambda: mark() and interrupted)
+            patch.setattr(recorder, "mark", interrupting_mark)
             with pytest.raises(Interrupted):
                 next(generation)
         assert engine.generate(**REQUESTS[0]).token_ids == good
