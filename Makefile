@@ -31,8 +31,9 @@ demo: $(VENV)/run.stamp $(VENV)/weights.stamp  ## generate text with a small rea
 test: $(VENV)/test.stamp $(VENV)/weights.stamp  ## run the tests; PYTEST_ARGS="-k rules"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-dryrun: $(VENV)/run.stamp  ## trace the kernels without a GPU and compile them for sm_80, sm_90 and sm_100
+dryrun: $(VENV)/run.stamp  ## trace rounds without a GPU and compile their kernels for sm_80, sm_90 and sm_100; minutes
 	env -u TRITON_INTERPRET $(BIN)/python tools/dryrun.py --arch 80,90,100
+	env -u TRITON_INTERPRET $(BIN)/python tools/dryrun.py --arch 80,90,100 --rounds
 
 # Timing: one process, nothing beside it. FIGURES= keeps what was measured.
 perf: $(VENV)/test.stamp $(VENV)/weights.stamp  ## run the benchmarks, on a quiet machine; FIGURES=perf/results/x.json

@@ -1,24 +1,31 @@
 """The dry run finds what a GPU or a captured graph would not take, and counts launches and widths of loads."""
 
+import inspect
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton.language as tl
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.runtime.jit import KernelParam
 
 import dryrun
-from aot import StandIn, load_widths, resources
-from meta_trace import Forbidden, traced
+import traced_rounds
+from aot import StandIn, load_widths, resources, seen
+from meta_trace import Forbidden, Verified, traced
 from planted import FORBIDDEN, copy_kernel, meta, start
 from traced_calls import DTYPES, Setting
+from traced_rounds import Counts, read
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,6 +123,55 @@ def test_status_of_a_forbidden_call(
     assert "(tests/planted.py:" in error or "planted.py:" in error
 
 
+def test_status_of_a_verification(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(Setting, "calls", lambda self: {"planted": lambda: Verified(4, 3)})
+    assert dryrun.main([]) == 1
+    printed, error = capsys.readouterr()
+    assert "planted: 0 launches, verification 4 launches" in printed
+    assert error == "dryrun: planted: verification takes 4 launches, more than 3\n"
+
+
+def test_status_of_committed_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are written where nothing is wrong, and compared."""
+
+    class Planted(NamedTuple):
+        call: Callable[[], object]
+
+        def calls(self) -> dict[str, Callable[[], object]]:
+            return {"round": self.call}
+
+    def status(*flags: str, **calls: Callable[[], object]) -> tuple[int, list[str]]:
+        monkeypatch.setattr(traced_rounds, "ROUNDS", {f"m/d/r/{name}": Planted(call) for name, call in calls.items()})
+        return dryrun.main(flags), capsys.readouterr().err.splitlines()
+
+    def product() -> object:
+        meta(2, 3) @ meta(3, 4)
+        return Verified(3, 3)
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(traced_rounds, "BASELINE", tmp_path / "launches.json")
+    fine, item = {"a": lambda: Verified(3, 3), "b": product}, FORBIDDEN["item"]
+    status_of_a_fault, (line,) = status("--write-rounds", **fine, c=item)
+    assert status_of_a_fault == 1
+    assert line.startswith("dryrun: m/d/r/c: aten._local_scalar_dense.default is a host read; ")
+    assert not traced_rounds.BASELINE.exists()
+    assert status("--write-rounds", **fine) == (0, [])
+    assert read() == {"m/d/r/a": Counts(0, 0, 3), "m/d/r/b": Counts(0, 1, 3)}
+    assert status("--rounds", **fine) == (0, [])
+    assert status("--rounds", a=product, b=product) == (
+        1,
+        [
+            "dryrun: m/d/r/a: 0 launches and 1 products, 3 launches in verification, and tools/launches.json says "
+            "0 launches and 0 products, 3 launches in verification"
+        ],
+    )
+    assert status("--rounds", a=item, b=item)[1][0].startswith("dryrun: m/d/r/a and 1 more: aten._local_scalar_dense")
+    assert status("--rounds", a=fine["a"]) == (1, ["dryrun: m/d/r/b: in tools/launches.json, and no such round"])
+
+
 def test_refused_under_the_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     assert dryrun.main([]) == 2
@@ -133,7 +189,18 @@ def test_refused_under_the_interpreter(capsys: pytest.CaptureFixture[str]) -> No
         ("--dtype int8", "invalid choice: 'int8'"),
         ("--vocab 0", "'0' is not a positive integer"),
         ("--num-draft-tokens -1", "'-1' is not an integer >= 0"),
-        ("model.gguf", "unrecognized arguments: model.gguf"),
+        ("model.gguf", "model.gguf: no such file or folder; known by name: HuggingFaceTB/SmolLM2-135M-Instruct, "),
+        ("Qwen3-0.6B --draft stats", "stats: no such file or folder; known by name: "),
+        ("Qwen3-0.6B --draft ngram --num-draft-tokens 65", "num_draft_tokens must be an integer from 1 to 64"),
+        ("Qwen3-0.6B --max-length 50000", "max_length 50000 is more than the target's context of 40960 tokens"),
+        ("Qwen3-0.6B --top-p 0", "top_p must be in (0, 1]"),
+        ("Qwen3-0.6B --rule cactus", "cactus: delta is required"),
+        ("Qwen3-0.6B --tensors --batch 2", "error: --batch, --tensors: not together with a MODEL"),
+        ("--logprobs", "error: --logprobs: only together with a MODEL"),
+        ("--draft ngram", "error: --draft: without a MODEL stats, logits, none, got 'ngram'"),
+        ("--rounds Qwen3-0.6B/none/cactus", "no round is named 'Qwen3-0.6B/none/cactus', or begins so"),
+        ("--top-k 3 --rounds Qwen3-0.6B", "error: --top-k: not together with committed rounds or settings"),
+        ("--rounds --table", "argument --table: not allowed with argument --rounds"),
     ],
 )
 def test_wrong_arguments(
@@ -196,6 +263,23 @@ def test_stand_in_for_a_tensor(dtype: torch.dtype, offset: int) -> None:
     assert taken(StandIn(torch.empty(64, dtype=dtype, device="meta")[offset:])) == taken(tensor)
 
 
+@pytest.mark.parametrize("specialised", [True, False])
+def test_signature(specialised: bool) -> None:
+    """It tells apart what Triton tells apart, and nothing else."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    numbers = [-(2**31) - 16, -(2**31), -16, -1, 0, 1, 2, 15, 16, 17, 32, 2**31 - 1, 2**31, 2**31 + 1, 2**63, 2**63 + 1]
+    tensors = [torch.empty(64, dtype=dtype, device="meta")[i:] for dtype in DTYPES.values() for i in (0, 1, 4, 8)]
+    values = [*numbers, *tensors, 0.0, 0.5, 1.0, True, False, None]
+    kind = inspect.Parameter("x", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameter = KernelParam(0, kind, not specialised, False)
+    for a, b in itertools.product(values, repeat=2):
+        arguments = [StandIn(value) if isinstance(value, torch.Tensor) else value for value in (a, b)]
+        taken = [native_specialize_impl(backend, argument, False, specialised, True) for argument in arguments]
+        assert (seen(parameter, a) == seen(parameter, b)) == (taken[0] == taken[1]), (a, b)
+    constant = KernelParam(0, kind.replace(annotation=tl.constexpr), False, False)
+    assert len({seen(constant, value) for value in (0, 1, 2, 16, 32, 0.0, 1.0, True, False, None, "x")}) == 11
+
+
 def test_command(compiling: dict[str, str]) -> None:
     """The package's own calls, of several requests."""
     flags = ["--arch", "90", "--vocab", "32000", "--num-draft-tokens", "1", "--batch", "2", "--draft", "none"]
@@ -212,6 +296,33 @@ def test_command(compiling: dict[str, str]) -> None:
         [16, 2],
         [2],
     ]
+
+
+def test_round(compiling: dict[str, str]) -> None:
+    """A whole one, of a model that is a shape only."""
+    flags = ["SmolLM2-135M-Instruct", "--draft", "ngram", "--num-draft-tokens", "2", "--top-k", "20", "--logprobs"]
+    status, report, error = run(compiling, "tools/dryrun.py", *flags, "--arch", "90")
+    assert (status, error) == (0, ""), error
+    (call,) = report["calls"]
+    layers = 30 * 6  # two norms, rope, attention in two steps, activation
+    assert call["launches"] == 2 + layers + 2 + 4 + 2  # inputs and drafts, the model's ends, verification, logprobs
+    assert (call["products"], call["verification"]) == (30 * 4 + 1, 4)
+    assert sum(kernel["launches"] for kernel in call["kernels"]) == call["launches"]
+    kernels = {kernel["name"]: kernel for kernel in call["kernels"]}
+    assert (kernels["rms_norm_kernel#2"]["grid"], kernels["rms_norm_kernel#2"]["launches"]) == ([3], 60)
+    attention = kernels["split_attention_kernel"]["compiled"]["sm_90"]
+    assert attention["copies_ahead"]
+    assert attention["loads"].keys() == {"32", "128"}  # the position; keys, values and queries
+
+
+def test_committed_rounds(compiling: dict[str, str]) -> None:
+    """Compared with the committed launches, by name."""
+    name = "SmolLM2-135M-Instruct/none/speculative_sampling/plain"
+    status, report, error = run(compiling, "tools/dryrun.py", "--arch", "90", "--rounds", name)
+    assert (status, error) == (0, ""), error
+    (call,) = report["calls"]
+    assert (call["call"], call["verification"], call["findings"]) == (name, 3, [])
+    assert Counts(call["launches"], call["products"], call["verification"]) == read()[name]
 
 
 def test_reading_of_resources() -> None:

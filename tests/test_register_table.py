@@ -10,14 +10,16 @@ import pytest
 
 import register_table
 from aot import Compiled
-from examination import Examination, Kernel, register_bound
+from examination import Examination, Kernel, faults_of, warps_at_once
 
 ROOT = Path(__file__).parents[1]
+SOME = [name for name in register_table.SETTINGS if not name.endswith("-filters")]
+"""All but rounds with filters, whose kernels are for the most part among them."""
 
 
 @pytest.mark.parametrize(
     ("architectures", "settings"),
-    [("90", list(register_table.SETTINGS)), ("80,100", ["plain", "float32", "typical"])],
+    [("90", SOME), ("80,100", ["plain", "float32", "typical"])],
 )
 def test_table(architectures: str, settings: list[str], tmp_path: Path) -> None:
     """A finding is a host read, a spill, local memory, more registers than the bound, or another entry in the table."""
@@ -27,14 +29,16 @@ def test_table(architectures: str, settings: list[str], tmp_path: Path) -> None:
     done = subprocess.run([*command, *settings], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     calls = json.loads(done.stdout)["calls"]
-    assert {call["call"] for call in calls} == {f"{s}/{c}" for s in settings for c in ("sample", "verify")}
+    assert {call["call"] for call in calls} == {
+        f"{s}/{c}" for s in settings for c in register_table.SETTINGS[s].calls()
+    }
     for call in calls:
         assert call["launches"] == sum(kernel["launches"] for kernel in call["kernels"]) >= 2
         for kernel in call["kernels"]:
             assert set(kernel["compiled"]) == {f"sm_{arch}" for arch in architectures.split(",")}
             for code in kernel["compiled"].values():
                 assert code["local"] == 0
-                assert code["registers"] <= register_bound(tuple(kernel["grid"]), kernel["num_warps"]) <= 255
+                assert code["registers"] <= 128
 
 
 def test_committed_table() -> None:
@@ -47,8 +51,8 @@ def test_committed_table() -> None:
 
 
 def examination(registers: int, shared: int) -> Examination:
-    kernel = Kernel("x_kernel", 1, (1,), 4, {90: Compiled("", registers, 0, shared, {})})
-    return Examination("plain/verify", 1, 0, [kernel], [])
+    kernel = Kernel("x_kernel", 1, (1,), 4, {90: code(registers, shared)})
+    return Examination("plain/verify", 1, 0, None, [kernel], [])
 
 
 def test_differences() -> None:
@@ -72,9 +76,37 @@ def test_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert '   "plain/verify/x_kernel": {"registers": 41, "shared": 32}\n' in register_table.TABLE.read_text()
 
 
-def test_register_bound() -> None:
-    """What runs at once on a multiprocessor shares 65,536 registers."""
-    assert register_bound((75, 6), 4) == register_bound((1000, 1000), 4) == 65536 // (4 * 4 * 32)
-    assert register_bound((75, 3), 4) == 65536 // (3 * 4 * 32)
-    assert register_bound((75, 1), 4) == register_bound((1,), 8) == 255
-    assert register_bound((109,), 8) == 128
+def code(registers: int, shared: int, *, copies_ahead: bool = False) -> Compiled:
+    return Compiled("", registers, 0, shared, copies_ahead, None)
+
+
+def test_warps_at_once() -> None:
+    """What runs at once on a multiprocessor shares 65,536 registers and, on sm_80, 164 KB of shared memory."""
+    assert warps_at_once(code(128, 32), 4, 80) == warps_at_once(code(121, 32), 16, 80) == 16
+    assert warps_at_once(code(128, 0), 32, 80) == 0
+    assert warps_at_once(code(136, 0), 4, 80) == 12
+    assert warps_at_once(code(136, 0), 8, 80) == 8
+    assert [warps_at_once(code(64, 40 * 1024), 2, arch) for arch in (80, 86, 90)] == [8, 4, 10]
+    assert warps_at_once(code(64, 81 * 1024), 4, 80) == 8
+    assert warps_at_once(code(64, 81 * 1024 + 1), 4, 80) == 4
+
+
+@pytest.mark.parametrize(
+    ("grid", "num_warps", "needs", "found"),
+    [
+        ((75, 6), 4, code(128, 40 * 1024), False),  # 5 programs of a multiprocessor, of which 4 fit
+        ((75, 6), 4, code(128, 40 * 1024 + 1), True),
+        ((75, 3), 4, code(128, 40 * 1024 + 1), False),  # 3 programs
+        ((1,), 8, code(255, 160 * 1024), False),
+        ((1,), 32, code(128, 0), True),
+        ((75, 6), 4, code(128, 70 * 1024, copies_ahead=True), False),  # 2 programs with 140 KB
+        ((75, 6), 4, code(128, 41 * 1024, copies_ahead=True), False),
+        ((1000,), 1, code(128, 16 * 1024), True),  # 10 programs, of which 9 fit
+        ((1000, 1000), 2, code(255, 5 * 1024, copies_ahead=True), True),  # 8 warps by registers, which copy 20 KB
+    ],
+)
+def test_room_on_a_multiprocessor(grid: tuple[int, ...], num_warps: int, needs: Compiled, found: bool) -> None:
+    """16 warps, the whole of the grid, or copies of 64 KB."""
+    faults = faults_of(Kernel("x_kernel", 1, grid, num_warps, {80: needs}))
+    assert len(faults) == found
+    assert all(fault.startswith("x_kernel leaves room for ") for fault in faults)

@@ -6,18 +6,24 @@ and addresses. A meta tensor's address reads 0 whatever its offset, which would 
 lacks. Here tensors lie at their offset in a storage that begins aligned, as CUDA's allocators make them (256 bytes).
 """
 
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.runtime.jit import KernelParam
 
 from fused_spec.kernels.launch import COMPILATION, Launch
 
@@ -41,22 +47,85 @@ class Compiled(NamedTuple):
         registers: of each thread.
         local: bytes of stack and local memory of each thread: what registers spilled, and arrays.
         shared: bytes of each program.
-        loads: instructions that load from global memory, by bits that a thread gets from one.
+        copies_ahead: whether it copies from global to shared memory without waiting.
+        loads: instructions that load from global memory, by bits that a thread gets from one; None if not counted.
     """
 
     key: str
     registers: int
     local: int
     shared: int
-    loads: dict[int, int]
+    copies_ahead: bool
+    loads: dict[int, int] | None
 
 
-def compile_launch(launch: Launch, arch: int) -> Compiled:
-    """Compile for a compute capability, 90 for 9.0.
+_results: dict[tuple[Any, ...], Compiled | str] = {}
+"""By architecture, whether loads are counted, and signature: the code, or why there is none."""
+
+_wanted: list[tuple[Launch, int, bool]] = []
+"""What the processes of `compile_all` share out among them."""
+
+
+def signature(launch: Launch) -> tuple[Any, ...]:
+    """All that compiled code depends on, hashable. Equal for launches that run the same code, on whatever grid."""
+    options = launch[3:]  # what follows the arguments is for the compiler
+    value = launch.arguments.get
+    return launch.kernel, options, tuple([seen(parameter, value(parameter.name)) for parameter in launch.kernel.params])
+
+
+def seen(parameter: KernelParam, value: object) -> object:
+    """What Triton makes code for: constants, and of the rest the type and what address or number may be divided by."""
+    if parameter.is_constexpr:
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return value.dtype, parameter.do_not_specialize or StandIn(value).data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        bits = 32 if -(2**31) <= value < 2**31 else 64 if value < 2**63 else -64
+        return bits if parameter.do_not_specialize else (bits, value == 1, value % 16 == 0)
+    return type(value)
+
+
+def compile_launch(launch: Launch, arch: int, *, loads: bool = True) -> Compiled:
+    """Compile for a compute capability, 90 for 9.0. Launches of one signature are compiled once in a process.
+
+    To count the loads takes a quarter of a second.
 
     Raises:
         CompilationFailed: the kernel does not compile, or needs more shared memory than there is.
     """
+    key = arch, loads, signature(launch)
+    if key not in _results:
+        _results[key] = _attempt(launch, arch, loads)
+    result = _results[key]
+    if isinstance(result, str):
+        raise CompilationFailed(result)
+    return result
+
+
+def compile_all(launches: Iterable[tuple[Launch, int]], *, loads: bool = True) -> None:
+    """Do what `compile_launch` would for all of these and architectures, in as many processes as there are CPUs."""
+    wanted = {(arch, loads, signature(launch)): (launch, arch, loads) for launch, arch in launches}
+    new = [key for key in wanted if key not in _results]
+    _wanted[:] = [wanted[key] for key in new]
+    if new:
+        # Forked, so that a process has the launches; it makes code of them and touches no tensor's contents.
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
+            attempts = pool.map(_attempt_wanted, range(len(new)))
+            _results.update(zip(new, tqdm(attempts, "compiling", len(new), unit="kernel", disable=None), strict=True))
+
+
+def _attempt_wanted(index: int) -> Compiled | str:
+    return _attempt(*_wanted[index])
+
+
+def _attempt(launch: Launch, arch: int, loads: bool) -> Compiled | str:
+    try:
+        return _compile(launch, arch, loads)
+    except CompilationFailed as error:
+        return str(error)
+
+
+def _compile(launch: Launch, arch: int, loads: bool) -> Compiled:
     driver.set_active(_Target(arch))
     arguments = {
         name: StandIn(value) if isinstance(value, torch.Tensor) else value for name, value in launch.arguments.items()
@@ -69,8 +138,10 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
     shared = kernel.metadata.shared
     if shared > SHARED_LIMIT[arch]:
         raise CompilationFailed(f"it needs {shared} bytes of shared memory, and there are {SHARED_LIMIT[arch]}")
-    usage, instructions = _dumps(kernel.asm["cubin"])
-    return Compiled(kernel.hash, **resources(usage), shared=shared, loads=load_widths(instructions))
+    cubin, copies_ahead = kernel.asm["cubin"], "cp.async" in kernel.asm["ptx"]
+    usage = resources(_dump(cubin, "cuobjdump", "--dump-resource-usage"))
+    widths = load_widths(_dump(cubin, "nvdisasm", "-c", "-ndf")) if loads else None
+    return Compiled(kernel.hash, **usage, shared=shared, copies_ahead=copies_ahead, loads=widths)
 
 
 def resources(usage: str) -> dict[str, int]:
@@ -90,17 +161,13 @@ def load_widths(instructions: str) -> dict[int, int]:
 
 
 @cache
-def _dumps(cubin: bytes) -> tuple[str, str]:
-    """What the wheel's own tools say of the machine code: its resources, and its instructions."""
+def _dump(cubin: bytes, tool: str, *flags: str) -> str:
+    """What one of the wheel's own tools says of the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        commands = ["cuobjdump", "--dump-resource-usage"], ["nvdisasm", "-c"]
-        usage, instructions = (
-            subprocess.run([_TOOLS / tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, flag in commands
-        )
-    return usage, instructions
+        command = [str(_TOOLS / tool), *flags, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class StandIn:

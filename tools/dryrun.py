@@ -1,20 +1,29 @@
-"""Prove without a GPU what sampling and verification do on one: launches, no host reads, kernels that compile and fit.
+"""Prove without a GPU what a round does on one: launches, no host reads, kernels that compile and fit.
 
-    python tools/dryrun.py [--arch 80,90,100] [--rule RULE] [--top-k K] ... [--json]
+    python tools/dryrun.py MODEL [--draft DRAFT] [--rule RULE] [--top-k K] ...   a round of speculative decoding
+    python tools/dryrun.py [--vocab V] [--rule RULE] ...   a call of `fused_spec.sample` and one of `fused_spec.verify`
+    python tools/dryrun.py --rounds [NAME ...]     rounds of all kinds, launches compared with tools/launches.json
     python tools/dryrun.py --table [SETTING ...]   settings of the register table, compared with tools/registers.json
-    python tools/dryrun.py --write-table           all of them, written there unless something is wrong
+    python tools/dryrun.py --write-rounds          all rounds; written there unless something is wrong
+    python tools/dryrun.py --write-table           all settings; written there unless something is wrong
 
-One call of `fused_spec.sample` and one of `fused_spec.verify` run on meta tensors, and every kernel that they launch is
-compiled ahead of time. The status is 1 where a call reads from the host or runs an operator that nobody counted, or a
-kernel spills or does not compile; 2 where the command line is wrong. Times, races and the last bits of exp need a GPU.
+MODEL is a folder, a config.json, a .gguf file, a hub id or a known name; its sizes are all that is looked at. It all
+runs on meta tensors, and every kernel that is launched is compiled ahead of time. The status is 1 where something reads
+from the host or runs an operator that nobody counted, where a kernel spills, does not compile or leaves too little room
+on a multiprocessor, where verification takes too many launches, or where numbers are not the committed ones; 2 where
+the command line is wrong. Times, races and the last bits of exp need a GPU.
 """
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from examination import Examination
 
 ARCHITECTURES = (80, 90, 100)
 
@@ -27,36 +36,92 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Behind the check: Triton decides when a kernel is defined whether it is interpreted.
     import triton
 
-    import register_table
-    from examination import as_json, examine, table
+    from examination import as_json, examine, findings_of, overview, table
     from fused_spec.errors import InvalidInput
-    from traced_calls import Setting
+    from traced_rounds import targets
 
     options = _parser().parse_args(arguments)
-    if options.table is None and not options.write_table:
-        settings = {"": Setting(**{field.name: getattr(options, field.name) for field in fields(Setting)})}
-    else:
-        settings = {name: register_table.SETTINGS[name] for name in options.table or register_table.SETTINGS}
+    rounds = _wants(options, "rounds")
     try:
-        calls = {f"{name}/{call}".strip("/"): run for name, s in settings.items() for call, run in s.calls().items()}
-        examinations = [examine(name, call, options.arch) for name, call in calls.items()]
+        calls = _calls(options)
+        architectures = {name: targets(name, options.arch) if rounds else options.arch for name in calls}
+        examinations = examine(calls, architectures, loads=not (rounds or _wants(options, "table")))
     except InvalidInput as error:
         print(f"dryrun: error: {error}", file=sys.stderr)
         return 2
-    findings = [finding for examination in examinations for finding in examination.findings]
-    entries = register_table.entries(examinations)
-    if options.write_table and not findings:
-        register_table.write(entries)
-    elif options.table is not None:
-        findings += register_table.differences(register_table.read(), triton.__version__, entries)
+    findings = findings_of(examinations)
+    findings += _compare_or_write(options, examinations, write=not findings)
     if options.json:
-        report = {"triton": triton.__version__, "calls": [as_json(e) for e in examinations], "findings": findings}
-        print(json.dumps(report, indent=1))
+        found = [as_json(examination._replace(kernels=[]) if rounds else examination) for examination in examinations]
+        print(json.dumps({"triton": triton.__version__, "calls": found, "findings": findings}, indent=1))
     else:
-        print(f"Triton {triton.__version__}\n{table(examinations)}")
+        print(f"Triton {triton.__version__}\n{overview(examinations) if rounds else table(examinations)}")
     for finding in findings:
         print(f"dryrun: {finding}", file=sys.stderr)
     return 1 if findings else 0
+
+
+def _wants(options: argparse.Namespace, which: str) -> bool:
+    """Whether the "rounds" or settings of the register "table" are asked for, to be compared or written."""
+    return getattr(options, which) is not None or getattr(options, f"write_{which}")
+
+
+def _calls(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """What to examine, by name.
+
+    Raises:
+        InvalidInput: options do not go together, or are refused by what they are for.
+    """
+    import traced_rounds
+    from fused_spec.errors import InvalidInput
+    from register_table import SETTINGS
+    from traced_calls import DRAFTS, Setting
+
+    given = {name: value for name, value in vars(options).items() if name not in _OF_THE_TOOL}
+    if _wants(options, "rounds") or _wants(options, "table"):
+        if given:
+            raise InvalidInput(f"{_flags(given)}: not together with committed rounds or settings")
+        if _wants(options, "rounds"):
+            return {name: setting.calls()["round"] for name, setting in traced_rounds.selected(options.rounds).items()}
+        names = options.table or SETTINGS
+        return {f"{name}/{call}": run for name in names for call, run in SETTINGS[name].calls().items()}
+    kind = traced_rounds.Round if "model" in given else Setting
+    unknown = given.keys() - {field.name for field in fields(kind)}
+    if unknown:
+        raise InvalidInput(f"{_flags(unknown)}: {'not' if 'model' in given else 'only'} together with a MODEL")
+    if kind is Setting and given.get("draft", DRAFTS[0]) not in DRAFTS:
+        raise InvalidInput(f"--draft: without a MODEL {', '.join(DRAFTS)}, got {given['draft']!r}")
+    return kind(**given).calls()
+
+
+def _compare_or_write(options: argparse.Namespace, examinations: list["Examination"], *, write: bool) -> list[str]:
+    """Differences from what is committed; none where that is to be written, which `write` permits."""
+    import triton
+
+    import register_table
+    import traced_rounds
+
+    if _wants(options, "rounds"):
+        found = {
+            e.call: traced_rounds.Counts(e.launches, e.products, e.verification)
+            for e in examinations
+            if e.verification is not None  # or it was not traced to its end, and that is a finding already
+        }
+        if not options.write_rounds:
+            return traced_rounds.differences(traced_rounds.read(), found)
+        if write:
+            traced_rounds.write(found)
+    elif _wants(options, "table"):
+        entries = register_table.entries(examinations)
+        if not options.write_table:
+            return register_table.differences(register_table.read(), triton.__version__, entries)
+        if write:
+            register_table.write(entries)
+    return []
+
+
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in sorted(names))
 
 
 def _architectures(text: str) -> list[int]:
@@ -81,34 +146,45 @@ def _count(text: str) -> int:
     return int(text)
 
 
+_OF_THE_TOOL = frozenset(["arch", "json", "rounds", "write_rounds", "table", "write_table"])
+
+
 def _parser() -> argparse.ArgumentParser:
     from register_table import SETTINGS
-    from traced_calls import DRAFTS, DTYPES, Setting
+    from traced_calls import DTYPES
 
-    default = Setting()
-    parser = argparse.ArgumentParser(prog="dryrun", description="What sampling and verification do on a GPU.")
+    parser = argparse.ArgumentParser(prog="dryrun", description="What rounds, sampling and verification do on a GPU.")
     add = parser.add_argument
     add("--arch", type=_architectures, default=list(ARCHITECTURES), help="compute capabilities, as in 80,90,100")
-    add("--vocab", type=_positive, default=default.vocab)
-    add("--draft-vocab", type=_positive, help="where the drafter's is padded differently")
-    add("--num-draft-tokens", type=_count, default=default.num_draft_tokens)
-    add("--batch", type=_positive, default=default.batch)
-    add("--dtype", choices=DTYPES, default=default.dtype)
-    add("--rule", default=default.rule, help="as in cactus:delta=0.1")
-    add("--temperature", type=float, default=default.temperature)
-    add("--top-k", type=_count, default=default.top_k)
-    add("--top-p", type=float, default=default.top_p)
-    add("--min-p", type=float, default=default.min_p)
-    add("--draft", choices=DRAFTS, default=default.draft, help="what verification knows of the drafter")
-    add("--allowed", action="store_true", help="with a bitmask of allowed tokens")
-    add("--tensors", action="store_true", help="processing parameters as tensors, one value per request")
-    add("--commit", action="store_true", help="verification also appends the tokens to their sequences")
-    choice = parser.add_mutually_exclusive_group().add_argument
-    choice(
-        "--table", nargs="*", choices=SETTINGS, metavar="SETTING", help="compare settings of the register table, or all"
-    )
-    choice("--write-table", action="store_true", help="examine all settings, and write the table")
     add("--json", action="store_true")
+    choice = parser.add_mutually_exclusive_group().add_argument
+    choice("--rounds", nargs="*", metavar="NAME", help="compare rounds with the committed launches, or all")
+    choice("--write-rounds", action="store_true", help="examine all rounds, and commit their launches")
+    choice("--table", nargs="*", choices=SETTINGS, metavar="SETTING", help="compare settings of the register table")
+    choice("--write-table", action="store_true", help="examine all settings, and write the table")
+
+    def option(*names: str, **how: Any) -> None:
+        add(*names, **how, default=argparse.SUPPRESS)  # to tell what was given, and to state each default once
+
+    option(
+        "model", nargs="?", metavar="MODEL", help="of a whole round; the rest is for rounds and calls, where not said"
+    )
+    option("--draft", help="with a MODEL none, ngram, self-int8, self-int4 or a model; else what verification knows")
+    option("--num-draft-tokens", type=_count)
+    option("--rule", help="as in cactus:delta=0.1")
+    option("--temperature", type=float)
+    option("--top-k", type=_count)
+    option("--top-p", type=float)
+    option("--min-p", type=float)
+    option("--allowed", action="store_true", help="with a bitmask of allowed tokens")
+    option("--dtype", choices=DTYPES)
+    option("--logprobs", action="store_true", help="of rounds: with log-probabilities")
+    option("--max-length", type=_positive, help="of rounds: tokens that the cache has room for")
+    option("--vocab", type=_positive, help="of calls")
+    option("--draft-vocab", type=_positive, help="of calls: where the drafter's is padded differently")
+    option("--batch", type=_positive, help="of calls")
+    option("--tensors", action="store_true", help="of calls: processing parameters as tensors, one value per request")
+    option("--commit", action="store_true", help="of calls: verification also appends the tokens to their sequences")
     return parser
 
 

@@ -8,12 +8,13 @@ All else is a host read, a copy between devices, a use of a random generator, or
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+from unittest.mock import patch
 
 import numpy
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_spec.kernels.launch import Launch, recorded
@@ -32,17 +33,18 @@ ALLOWED = (
     "the meta device"
 )
 
-# On the meta device these build a tensor from host data, or look at one, without calling an operator.
+# On the meta device these build a tensor from host data, or look at one, without calling an operator. They are replaced
+# while tracing: a TorchFunctionMode would see every look at a shape besides, which takes twice as long.
 _HOST_FUNCTIONS = {
-    torch.tensor: "torch.tensor copies host data",
-    torch.as_tensor: "torch.as_tensor copies host data",
-    torch.asarray: "torch.asarray copies host data",
-    torch.Tensor.new: "Tensor.new copies host data",
-    torch.Tensor.new_tensor: "Tensor.new_tensor copies host data",
-    torch.Tensor.numpy: "Tensor.numpy is a host read",
-    torch.Tensor.__array__: "a conversion to numpy is a host read",
-    torch.Tensor.__repr__: "printing a tensor is a host read",
-    torch.Tensor.__format__: "printing a tensor is a host read",
+    (torch, "tensor"): "torch.tensor copies host data",
+    (torch, "as_tensor"): "torch.as_tensor copies host data",
+    (torch, "asarray"): "torch.asarray copies host data",
+    (torch.Tensor, "new"): "Tensor.new copies host data",
+    (torch.Tensor, "new_tensor"): "Tensor.new_tensor copies host data",
+    (torch.Tensor, "numpy"): "Tensor.numpy is a host read",
+    (torch.Tensor, "__array__"): "a conversion to numpy is a host read",
+    (torch.Tensor, "__repr__"): "printing a tensor is a host read",
+    (torch.Tensor, "__format__"): "printing a tensor is a host read",
 }
 
 
@@ -50,11 +52,24 @@ class Forbidden(Exception):
     """A traced call did what a captured graph cannot hold; the message names it and says what is allowed."""
 
 
+class Verified(NamedTuple):
+    """What a call that verifies drafts may return: the launches that took, and how many it may take."""
+
+    launches: int
+    budget: int
+
+    def findings(self) -> list[str]:
+        """What is wrong with that."""
+        over = self.launches > self.budget
+        return [f"verification takes {self.launches} launches, more than {self.budget}"] if over else []
+
+
 class Trace(NamedTuple):
-    """What a traced call would start on a GPU, apart from what it allocates."""
+    """What a traced call would start on a GPU, apart from what it allocates, and what it returned."""
 
     launches: list[Launch]
     products: list[str]
+    result: object
 
 
 def traced(call: Callable[[], object]) -> Trace:
@@ -64,13 +79,13 @@ def traced(call: Callable[[], object]) -> Trace:
         Forbidden: it does something that a captured graph cannot hold.
     """
     operators = _Operators()
-    with recorded() as launches, _HostFunctions(), operators:
-        call()
+    with recorded() as launches, _no_host_functions(), operators:
+        result = call()
     for launch in launches:
         for name, value in launch.arguments.items():
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
                 raise _forbidden(f"{launch.kernel.__name__} gets {name} on {value.device}, and other tensors elsewhere")
-    return Trace(launches, operators.products)
+    return Trace(launches, operators.products, result)
 
 
 def place(error: BaseException) -> str:
@@ -145,12 +160,17 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-class _HostFunctions(TorchFunctionMode):
+@contextmanager
+def _no_host_functions() -> Iterator[None]:
     """Refuses functions that leave no operator behind on the meta device."""
+    with ExitStack() as stack:
+        for (owner, name), what in _HOST_FUNCTIONS.items():
+            stack.enter_context(patch.object(owner, name, _refusal(what)))
+        yield
 
-    def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _HOST_FUNCTIONS:
-            raise _forbidden(_HOST_FUNCTIONS[func])
-        return func(*args, **(kwargs or {}))
+
+def _refusal(what: str) -> Callable[..., NoReturn]:
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise _forbidden(what)
+
+    return refuse

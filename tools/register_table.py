@@ -9,20 +9,31 @@ A kernel that changes its needs is found by comparing. Whoever means the change 
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import triton
 
 from examination import Examination
 from traced_calls import Setting
+from traced_rounds import Round
 
 TABLE = Path(__file__).with_name("registers.json")
 
-SETTINGS = {
+_FILTERS: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
+_ROUNDS = {
+    "qwen3-8b-qwen3-0.6b": Round("Qwen3-8B", "Qwen3-0.6B"),
+    "llama-3.1-8b-int8": Round("Llama-3.1-8B", "self-int8"),
+    "llama-3.1-8b-int4": Round("Llama-3.1-8B", "self-int4"),
+    "smollm2-ngram": Round("SmolLM2-135M-Instruct", "ngram"),
+}
+
+SETTINGS: dict[str, Setting | Round] = {
     "plain": Setting(),
     "float32": Setting(dtype="float32"),
     "greedy": Setting(temperature=0.0),
-    "filters": Setting(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05),
+    "filters": Setting(**_FILTERS),
     "tensors": Setting(tensors=True),
     "allowed": Setting(allowed=True),
     "paddings": Setting(draft_vocab=152064, draft="logits"),
@@ -34,7 +45,10 @@ SETTINGS = {
     "mentored": Setting(rule="mentored:kl=0.1"),
     "cascade-opt": Setting(rule="cascade_opt:alpha=0.1"),
     "cascade-token": Setting(rule="cascade_token:alpha=0.1"),
+    **_ROUNDS,
+    **{f"{name}-filters": replace(setting, **_FILTERS) for name, setting in _ROUNDS.items()},
 }
+"""Calls of `sample` and `verify`, and whole rounds of models."""
 
 Entries = dict[str, dict[str, dict[str, int]]]
 """Architecture, then kernel, then what it needs."""
