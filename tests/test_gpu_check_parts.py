@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import check_times
 from check_models import Replayer
 from check_run import Setting
 from fused_spec import SpeculativeSampling
+from fused_spec.gpus import gpu_of
 from fused_spec.models.config import ModelConfig
 
 REDUCED = Setting(torch.device("cpu"), reduced=True)
@@ -164,3 +166,26 @@ def test_other_acceptance_than_prescribed_is_noticed(pretended: Pretended, monke
     monkeypatch.setattr(check_speed, "SyntheticDrafter", none)
     with pytest.raises(AssertionError, match=r"tested drafts accepted, 0\.7 was prescribed"):
         check_speed.check_speed(check_speed.Subject("Qwen3-8B", "Qwen3-0.6B"), pretended)
+
+
+def test_the_machine(pretended: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Setting(torch.device("cuda:0"), reduced=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check_report.machine(gpu)["nvidia_smi"] is None
+    program = tmp_path / "nvidia-smi"
+    for script, expected in {
+        "echo '580.1, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz, 700.00 W'": {"driver_version": "580.1"},
+        "exit 6": {"error": f"Command '['{program}'"},
+    }.items():
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        facts = check_report.machine(gpu)
+        for name, value in expected.items():
+            assert facts["nvidia_smi"][name].startswith(value)
+    assert (facts["device"], facts["compute_capability"], facts["l2_bytes"]) == ("some GPU", "9.0", 4096)
+    assert check_report.default_path(gpu.device) == check_report.RESULTS / "gpu-some-GPU.json"
+
+
+def test_data_sheets_are_found_by_the_names_that_drivers_give() -> None:
+    for sheet in check_report.SHEETS.values():
+        assert gpu_of(sheet).name == sheet

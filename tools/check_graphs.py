@@ -127,7 +127,7 @@ def check_waiting(setting: Setting) -> Finding:
     launched = 0
     for drafter in DRAFTERS[-1:] if setting.reduced else DRAFTERS:
         engine = watched(with_graphs(counting_engine(drafter, setting)))
-        engine.generate(PROMPT, max_new_tokens=5 if setting.reduced else 60, seed=2)
+        engine.generate(PROMPT, max_new_tokens=4 if setting.reduced else 60, seed=2)
         launched += replays(engine)
     return Finding(f"{launched} launches, none waited; a planted wait was noticed", {"launches": launched})
 
@@ -145,7 +145,7 @@ def check_poison(setting: Setting) -> Finding:
     """NaN in every slot that no round may rely on, between rounds, changes no token."""
     rounds = 0
     for drafter in DRAFTERS[-1:] if setting.reduced else DRAFTERS:
-        options: dict[str, Any] = {"max_new_tokens": 5 if setting.reduced else 40, "seed": 3}
+        options: dict[str, Any] = {"max_new_tokens": 4 if setting.reduced else 40, "seed": 3}
         clean = with_graphs(counting_engine(drafter, setting)).generate(PROMPT, **options)
         engine = with_graphs(counting_engine(drafter, setting))
         generation = engine.stream(PROMPT, **options)

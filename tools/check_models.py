@@ -114,11 +114,12 @@ def counting_model(config: ModelConfig, setting: Setting, seed: int, noise: floa
 
 def counting_engine(drafter: str, setting: Setting, *, eos: tuple[int, ...] = (), **options: Any) -> Engine:
     """An engine over such models. Whatever model drafts is a blurred one, so that it is wrong at times."""
-    config = small_config(setting)
+    config, attention = small_config(setting), own_attention(setting.device)
     verifier = counting_model(replace(config, eos_token_ids=eos), setting, 5)
     blurred = counting_model(config, setting, 6, noise=1.0)
     draft = {"none": None, "model": blurred}.get(drafter, drafter)
-    options = {"num_draft_tokens": 4, "max_length": 128, "attention": own_attention(setting.device), **options}
+    most = 4 if not setting.reduced or attention == "auto" else 2
+    options = {"num_draft_tokens": most, "max_length": 128, "attention": attention, **options}
     engine = Engine(verifier, draft=draft, **options)
     if drafter.startswith("self-"):
         assert isinstance(engine.drafter, ModelDrafter)

@@ -85,7 +85,7 @@ def _timed(
     budget: Plan | None,
     setting: Setting,
 ) -> Finding:
-    dtype, new_tokens = setting.dtypes[0], 6 if setting.reduced else TOKENS
+    dtype, new_tokens = setting.dtypes[0], 4 if setting.reduced else TOKENS
     verifier = random_model(target, dtype, setting.device, 1)
     model: Any = random_model(draft, dtype, setting.device, 2) if isinstance(draft, ModelConfig) else draft
     sizes = {"max_length": 64 if setting.reduced else MAX_LENGTH, "num_draft_tokens": 2 if setting.reduced else M}
