@@ -35,9 +35,9 @@ dryrun: $(VENV)/run.stamp  ## trace rounds without a GPU and compile their kerne
 	env -u TRITON_INTERPRET $(BIN)/python tools/dryrun.py --arch 80,90,100
 	env -u TRITON_INTERPRET $(BIN)/python tools/dryrun.py --arch 80,90,100 --rounds
 
-# Timing: one process, nothing beside it. FIGURES= keeps what was measured.
-perf: $(VENV)/test.stamp $(VENV)/weights.stamp  ## run the benchmarks, on a quiet machine; FIGURES=perf/results/x.json
-	$(BIN)/pytest perf -p no:xdist $(if $(FIGURES),--figures $(FIGURES)) $(PYTEST_ARGS)
+# Timing: one process, nothing beside it. FIGURES= keeps what was measured, SAVE=1 this device's absolute figures.
+perf: $(VENV)/test.stamp $(VENV)/weights.stamp  ## run the benchmarks, on a quiet machine; FIGURES=perf/results/x.json SAVE=1
+	$(BIN)/pytest perf -p no:xdist $$($(BIN)/python perf/absolute.py $(if $(SAVE),--save)) $(if $(FIGURES),--figures $(FIGURES)) $(PYTEST_ARGS)
 
 lint: $(VENV)/ruff.stamp  ## ruff: rules and formatting
 	$(BIN)/ruff check

@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
@@ -101,7 +101,7 @@ def take_turns(variants: Mapping[str, Callable[[], float | None]], turns: int) -
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on: processor, threads and versions."""
+    """What figures depend on: processor, threads, GPU and CUDA version where there is one, and versions."""
     with open("/proc/cpuinfo") as lines:
         model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
     return {
@@ -109,8 +109,18 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": version("transformers"),
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -21,6 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", type=Path, default=None, help="JSON file to write the measured figures to")
 
 
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    """What stored runs say of the machine."""
+    machine_info.update(machine())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     torch.set_num_threads(THREADS)

@@ -312,22 +312,22 @@ def test_launch_choice() -> None:
             assert 64 % launch_choice(dim, dtype, 64).block == 0  # no step crosses a chunk's end
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    {
-        "queries": ({"queries": torch.zeros(2, 6, 16, dtype=torch.float64)}, "queries: expected float32, bfloat16"),
-        "heads": ({"queries": torch.zeros(2, 5, 16)}, "expected a multiple of 2 heads"),
-        "dtype": ({"keys": torch.zeros(100, 2, 16).half()}, "keys: expected float32, got float16"),
-        "values": ({"values": torch.zeros(99, 2, 16)}, r"values: expected shape \(100, 2, 16\)"),
-        "stride": ({"keys": torch.zeros(100, 2, 32)[..., ::2]}, "keys: expected unit stride"),
-        "positions": ({"positions": torch.zeros(2, dtype=torch.int32)}, "positions: expected int64"),
-        "out": ({"out": torch.zeros(2, 96)}, r"out: expected shape \(2, 6, 16\)"),
-        "width": ({"buffers": SplitBuffers.empty(100, 1, 6, 2, 16, CPU)}, "buffers: expected at least 12 rows"),
-        "capacity": ({"buffers": SplitBuffers.empty(64, 2, 6, 2, 16, CPU)}, "expected at least 12 rows of 2 chunks"),
-    }.values(),
-    ids=str,
-)
-def test_refusals(change: dict[str, torch.Tensor], said: str) -> None:
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "queries": ({"queries": torch.zeros(2, 6, 16, dtype=torch.float64)}, "queries: expected float32, bfloat16"),
+    "heads": ({"queries": torch.zeros(2, 5, 16)}, "expected a multiple of 2 heads"),
+    "dtype": ({"keys": torch.zeros(100, 2, 16).half()}, "keys: expected float32, got float16"),
+    "values": ({"values": torch.zeros(99, 2, 16)}, r"values: expected shape \(100, 2, 16\)"),
+    "stride": ({"keys": torch.zeros(100, 2, 32)[..., ::2]}, "keys: expected unit stride"),
+    "positions": ({"positions": torch.zeros(2, dtype=torch.int32)}, "positions: expected int64"),
+    "out": ({"out": torch.zeros(2, 96)}, r"out: expected shape \(2, 6, 16\)"),
+    "width": ({"buffers": SplitBuffers.empty(100, 1, 6, 2, 16, CPU)}, "buffers: expected at least 12 rows"),
+    "capacity": ({"buffers": SplitBuffers.empty(64, 2, 6, 2, 16, CPU)}, "expected at least 12 rows of 2 chunks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    change, said = REFUSALS[name]
     cache = torch.zeros(100, 2, 16)
     arguments = {
         "queries": torch.zeros(2, 6, 16), "keys": cache, "values": cache, "positions": torch.arange(2),
