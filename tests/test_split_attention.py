@@ -334,7 +334,7 @@ def test_refusals(name: str) -> None:
         "out": torch.zeros(2, 6, 16), "buffers": SplitBuffers.empty(100, 2, 6, 2, 16, CPU),
     }  # fmt: skip
     with pytest.raises(InvalidInput, match=said):
-        split_attention(**{**arguments, **change})  # type: ignore[arg-type]
+        split_attention(**{**arguments, **change})
     with pytest.raises(InvalidInput, match="num_heads must be a multiple of num_kv_heads = 2, got 5"):
         SplitBuffers.empty(100, 1, 5, 2, 16, CPU)
 
