@@ -189,5 +189,5 @@ def test_split_of_a_round(
         "foreign_cpu_share": turns.foreign,
     }
     turns.seconds("round")  # skips on a busy machine
-    # 3 ms of a round of 61 ms where memory gave half of what it gave in a round of 42 ms: the share is the machine's too.
+    # The share is the machine's too: 3 ms of 61 ms on one, of 42 ms on another whose memory is faster.
     assert clock.seconds["sampling"] / rounds <= 0.08 * whole
