@@ -17,8 +17,8 @@ _FADING = 0.97
 _FIRST_GUESS, _ITS_WEIGHT = 0.7, 4.0
 """Acceptance to begin with, and how many tested drafts that guess is worth."""
 _ROW_COST = 0.02
-"""What another row costs a verifier's forward pass. On a CPU, one over 16 tokens took 1.3 times one over a single
-token (a prototype's measurement); where weights are read from memory only, it is less."""
+"""What another row is taken to cost a verifier's forward pass, as a share of a plain step: an assumption, not measured.
+Where a pass waits for its weights it is less."""
 
 
 def possible_sizes(drafting: bool, num_draft_tokens: int | str) -> tuple[int, ...]:

@@ -93,4 +93,4 @@ def test_prefill(
     ratios = {name: turns.ratio(name, "transformers") for name in calls}
     say("prefill of 512 tokens over transformers': " + ", ".join(f"{name} {r:.2f}" for name, r in ratios.items()))
     figures["smollm2_prefill"] = {"over_transformers": ratios, "foreign_cpu_share": turns.foreign}
-    assert ratios["blocks"] >= 0.7  # 0.79 was seen: theirs takes the prompt at once, ours also starts a text
+    assert ratios["blocks"] >= 0.8
