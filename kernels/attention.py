@@ -67,7 +67,11 @@ def span(positions: torch.Tensor, group: int) -> Span:
     if width > NARROW:
         mask = _hide_later(positions, valid) if first else None
         return Span(first, valid, [Part(slice(0, width), valid, mask)])
-    rows = F.pad(positions.repeat_interleave(group), (0, -width * group % _ROWS), value=first)
+    padding = -width * group % _ROWS
+    if width == 1:
+        rows = positions.expand(group + padding)
+    else:
+        rows = F.pad(positions.repeat_interleave(group), (0, padding), value=first)
     whole = _hide_later(rows, -(-valid // STRIDE) * STRIDE)
     parts = []
     for end in range((first // STRIDE + 1) * STRIDE, whole.shape[1] + 1, STRIDE):
@@ -89,7 +93,8 @@ class HeadBuffers:
         queries: [W, Hkv, G, D/2] complex64, rotary pairs: a view of `rows` to write to.
         rows: [1, Hkv, W G + padding, D] float32 if the block is narrow, [1, H, W, D] if it is wide.
         used: how many of the rows count.
-        results: a view of the [W, H D] that `of` was given: [Hkv, W, G, D], or [Hkv, G, W, D] if the block is wide.
+        results: a view of the [W, H D] that `of` was given: [Hkv, W, G, D], or if the rows of attention need no other
+            order than they have, in a block of one token or a wide one, [1, Hkv, G, D] or [1, H, W, D].
     """
 
     queries: torch.Tensor
@@ -105,11 +110,11 @@ class HeadBuffers:
         if width > NARROW:
             rows = out.new_zeros(1, kv_heads * group, width, head_dim, dtype=torch.float32)
             queries = rows.view(kv_heads, group, width, head_dim).permute(2, 0, 1, 3)
-            return cls(as_pairs(queries), rows, width, heads.permute(1, 2, 0, 3))
+            return cls(as_pairs(queries), rows, width, heads.flatten(1, 2).transpose(0, 1)[None])
         used = width * group
         rows = out.new_zeros(1, kv_heads, -(-used // _ROWS) * _ROWS, head_dim, dtype=torch.float32)
         queries = rows[0, :, :used].view(kv_heads, width, group, head_dim).transpose(0, 1)
-        return cls(as_pairs(queries), rows, used, heads.transpose(0, 1))
+        return cls(as_pairs(queries), rows, used, heads if width == 1 else heads.transpose(0, 1))
 
 
 def attention(buffers: HeadBuffers, where: Span, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -129,7 +134,9 @@ def attention(buffers: HeadBuffers, where: Span, k: torch.Tensor, v: torch.Tenso
         out = F.scaled_dot_product_attention(
             buffers.rows, keys, values, attn_mask=part.mask, is_causal=part.mask is None, enable_gqa=not grouped
         )
-        results = out[0, :, : buffers.used].view(buffers.results.shape)
+        results = out[:, :, : buffers.used]
+        if results.shape != buffers.results.shape:
+            results = results.view(buffers.results.shape)
         if len(where.parts) == 1:
             buffers.results.copy_(results)
         else:

@@ -14,6 +14,9 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e30
 Scalar = float | torch.Tensor
 """A number shared by the batch, or a tensor [B] with one value per request."""
 
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of a dataclass of tensors, by name."""
+
 
 def check_logits(name: str, logits: torch.Tensor, dims: str) -> None:
     """Raise unless `logits` is a floating tensor with these dimensions, unit stride along V and at least one token."""
@@ -46,12 +49,20 @@ def check_unit_stride(name: str, tensor: torch.Tensor | None) -> None:
         raise InvalidInput(f"{name}: expected unit stride in the last dimension, got strides {tensor.stride()}")
 
 
-def check_out(out: object, expected: object) -> None:
-    """Raise unless every tensor of an `out=` has the shape and dtype of the expected dataclass of tensors."""
-    if type(out) is not type(expected):
-        raise InvalidInput(f"out: expected a {type(expected).__name__}, got {type(out).__name__}")
-    for name, tensor in vars(expected).items():
-        check_tensor(f"out {name}", getattr(out, name), tensor.shape, (tensor.dtype,))
+def check_out(out: object, kind: type, layout: Layout) -> None:
+    """Raise unless an `out=` is a dataclass of tensors of this kind, each with the shape and dtype of the layout."""
+    if type(out) is not kind:
+        raise InvalidInput(f"out: expected a {kind.__name__}, got {type(out).__name__}")
+    for name, (shape, dtype) in layout.items():
+        check_tensor(f"out {name}", getattr(out, name), shape, (dtype,))
+
+
+def store(tensor: torch.Tensor, index: int, value: float | list[int] | list[float]) -> None:
+    """tensor[index] = value; on a CPU without the several calls that torch makes of it."""
+    if tensor.device.type == "cpu":
+        tensor.numpy()[index] = value
+    else:
+        tensor[index] = torch.tensor(value)
 
 
 def check_per_request(name: str, value: Scalar, batch: int, *, integer: bool = False) -> None:
@@ -157,8 +168,8 @@ def default_backend(name: str) -> Iterator[None]:
 
 def runs_on_triton(backend: str | None, device: torch.device) -> bool:
     """Which path a call takes: Triton's off the CPU and torch's on it, unless one is asked for."""
-    if backend not in (None, "torch", "triton"):
+    if backend is None:
+        return _everywhere[-1] == "triton" if _everywhere else device.type != "cpu"
+    if backend not in ("torch", "triton"):
         raise InvalidInput(f"backend must be None, 'torch' or 'triton', got {backend!r}")
-    if backend is None and _everywhere:
-        backend = _everywhere[-1]
-    return backend == "triton" or (backend is None and device.type != "cpu")
+    return backend == "triton"

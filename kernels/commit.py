@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fused_spec.errors import InvalidInput
-from fused_spec.kernels.check import check_tensor
+from fused_spec.kernels.check import check_tensor, store
 
 
 class Sequences(NamedTuple):
@@ -56,17 +56,19 @@ def commit(sequences: Sequences, token_ids: torch.Tensor, num_accepted: torch.Te
         num_accepted: [B] int64.
         drafts: [B, m] integers, the drafts that were tested; -1 where there was none.
     """
-    tokens, length, limit, done, stop_ids, emitted, drafted = sequences
-    slots = torch.arange(token_ids.shape[1], device=tokens.device)
-    drafted.copy_((drafts != -1).cumprod(1).sum(1))
-    stops = torch.isin(token_ids, stop_ids) & (slots <= num_accepted[:, None])
-    up_to_stop = torch.where(stops, slots + 1, token_ids.shape[1]).amin(1)
-    limit = limit.clamp(max=tokens.shape[1])
-    room = (limit - length).clamp(min=0)
-    emitted.copy_(torch.minimum(torch.minimum(num_accepted + 1, up_to_stop), room) * ~done)
-    written = slots < emitted[:, None]
-    request, slot = written.nonzero(as_tuple=True)  # a host read, which only this path has: it runs on the CPU
-    tokens[request, length[request] + slot] = token_ids[request, slot]
-    length.add_(emitted)
-    done.logical_or_((stops & written).any(1))
-    done.logical_or_(length >= limit)
+    stop_ids = set(sequences.stop_ids.tolist())
+    capacity = sequences.tokens.shape[1]
+    state = zip(*(tensor.tolist() for tensor in (sequences.length, sequences.limit, sequences.done)), strict=True)
+    for b, (length, limit, done) in enumerate(state):
+        drafted = [*drafts[b].tolist(), -1].index(-1)
+        tokens = token_ids[b, : int(num_accepted[b]) + 1].tolist()
+        stop = next((slot + 1 for slot, token in enumerate(tokens) if token in stop_ids), len(tokens))
+        limit = min(limit, capacity)
+        emitted = 0 if done else max(min(stop, limit - length), 0)
+        store(sequences.drafted, b, drafted)
+        store(sequences.emitted, b, emitted)
+        if emitted:
+            sequences.tokens[b, length : length + emitted] = token_ids[b, :emitted]
+            store(sequences.length, b, length + emitted)
+        ended = length + emitted >= limit or (0 < emitted == stop and tokens[stop - 1] in stop_ids)
+        store(sequences.done, b, done or ended)

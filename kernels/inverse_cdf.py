@@ -49,7 +49,7 @@ def draw(law: RowLaw, uniform: float) -> int:
 def pick_survivor(survivors: Survivors, goal: float) -> int:
     """The token at which the sum of weights exceeds the goal; never one of zero weight."""
     reached, token = 0.0, -1
-    for survivor, weight in zip(*survivors, strict=True):
+    for survivor, weight in zip(survivors.ids, survivors.weights, strict=True):
         if weight > 0:
             token, reached = survivor, reached + weight
             if reached > goal:

@@ -5,6 +5,7 @@ Where top-k or top-p leave few tokens, only these are looked at. Temperature 0 i
 lowest id among ties).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,14 +37,20 @@ class Processing(NamedTuple):
     @property
     def scale(self) -> float:
         """1 / T in float32, rounded once, as kernels have it; 1 for a greedy row."""
-        return float(np.float32(1) / np.float32(self.temperature)) if self.temperature else 1.0
+        return _inverse(self.temperature) if self.temperature else 1.0
+
+
+@functools.lru_cache(maxsize=256)
+def _inverse(temperature: float) -> float:
+    return float(np.float32(1) / np.float32(temperature))
 
 
 class Survivors(NamedTuple):
-    """The few tokens that a filter leaves, in the order of their ids, with exp(z - peak) of each."""
+    """The few tokens that a filter leaves, in the order of their ids, with z and exp(z - peak) of each."""
 
     ids: list[int]
     weights: list[float]
+    scaled: list[float]
 
 
 @dataclass(slots=True)
@@ -79,7 +86,7 @@ class RowLaw:
     def weights(self) -> torch.Tensor | None:
         """[padded] float32, exp(z - peak), 0 where cut; None for a greedy or faulty row."""
         if self.dense is None and self.survivors is not None and self.row is not None:
-            ids, weights = self.survivors
+            ids, weights, _ = self.survivors
             self.dense = torch.zeros_like(self.row)
             self.dense[torch.tensor(ids)] = torch.tensor(weights)
         return self.dense
@@ -139,7 +146,12 @@ class RowLaw:
             return -math.inf
         if self.row is None:
             return 0.0 if token == self.token else -math.inf
-        z = (self.row[token] * self.scale).item()
+        if self.survivors is None:
+            z = (self.row[token] * self.scale).item()
+        elif token in self.survivors.ids:
+            z = self.survivors.scaled[self.survivors.ids.index(token)]
+        else:
+            return -math.inf
         if z < self.cutoff or z == -math.inf:
             return -math.inf
         value = (z - self.peak) - math.log(self.total)
@@ -155,11 +167,7 @@ def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor 
         allowed: [ceil(V/32)] int32 bitmask or None; bit i of word w stands for id 32 w + i.
     """
     vocab_size, scale = logits.numel(), processing.scale
-    row = torch.empty(padded_size(vocab_size), dtype=torch.float32)
-    row[vocab_size:] = -math.inf
-    row[:vocab_size] = logits
-    if allowed is not None:
-        row[:vocab_size].masked_fill_(~unpack_mask(allowed, vocab_size), -math.inf)
+    row = _padded(logits, allowed)
     if processing.temperature == 0:
         return _greedy(row, vocab_size, allowed)
     law = _few_survivors(row, vocab_size, processing, allowed)
@@ -178,6 +186,19 @@ def row_law(logits: torch.Tensor, processing: Processing, allowed: torch.Tensor 
     return RowLaw(vocab_size, scale, row, total, peak, lowest, -1, 0, allowed, dense=weights)
 
 
+def _padded(logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    """A row of logits in float32 on the CPU, -inf where a mask or the padding is; the logits themselves if they do."""
+    vocab_size = logits.numel()
+    if logits.dtype == torch.float32 and vocab_size % GROUP == 0 and logits.device.type == "cpu" and allowed is None:
+        return logits
+    row = torch.empty(padded_size(vocab_size), dtype=torch.float32)
+    row[vocab_size:] = -math.inf
+    row[:vocab_size] = logits
+    if allowed is not None:
+        row[:vocab_size].masked_fill_(~unpack_mask(allowed, vocab_size), -math.inf)
+    return row
+
+
 def _few_survivors(
     row: torch.Tensor, vocab_size: int, processing: Processing, allowed: torch.Tensor | None
 ) -> RowLaw | None:
@@ -185,7 +206,7 @@ def _few_survivors(
     scale, (_, top_k, top_p, min_p) = processing.scale, processing
     if not (0 < top_k <= _FEW - 16 or (top_k == 0 and top_p < 1)) or vocab_size <= _FEW:
         return None
-    values, ids = largest(row, top_k + 16 if top_k else _FEW)  # more than k: others may share the last place
+    values, groups, at = largest(row, top_k + 16 if top_k else _FEW)  # more than k: others may share the last place
     z = (values * scale).tolist()
     peak = z[0]
     if not math.isfinite(peak):
@@ -209,8 +230,9 @@ def _few_survivors(
     lowest = z[count - 1]
     if count == len(z) or lowest == -math.inf:  # the same
         return None
-    kept = sorted(zip(ids[:count].tolist(), weights[:count], strict=True))
-    survivors = Survivors([token for token, _ in kept], [weight for _, weight in kept])
+    ids = [groups[i // 128] * 128 + i % 128 for i in at[:count]]
+    kept = sorted(zip(ids, weights[:count], z[:count], strict=True))
+    survivors = Survivors(*(list(column) for column in zip(*kept, strict=True)))
     total = math.fsum(survivors.weights)
     return RowLaw(vocab_size, scale, row, total, peak, lowest, -1, 0, allowed, survivors)
 
@@ -220,15 +242,16 @@ def _mass(scaled: torch.Tensor, peak: float) -> float:
     return (scaled - peak).exp_().view(-1, GROUP).sum(1).sum(dtype=torch.float64).item()
 
 
-def largest(row: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest values of a row [multiple of 128], descending, and their indices.
+def largest(row: torch.Tensor, count: int) -> tuple[torch.Tensor, list[int], list[int]]:
+    """The `count` largest values of a row [multiple of 128], descending, and where they are.
 
-    They lie in those groups of 128 that have the largest maxima, so that only these are searched.
+    They lie in those groups of 128 that have the largest maxima, so that only these are searched. Gives these groups
+    and the values' places among them: place i is index 128 groups[i // 128] + i % 128.
     """
     groups = row.view(-1, 128)
     chosen = groups.amax(1).topk(min(count, len(groups))).indices
     values, at = groups.index_select(0, chosen).view(-1).topk(count)
-    return values, chosen[at // 128] * 128 + at % 128
+    return values, chosen.tolist(), at.tolist()
 
 
 def _greedy(row: torch.Tensor, vocab_size: int, allowed: torch.Tensor | None) -> RowLaw:

@@ -13,6 +13,7 @@ import torch
 
 from fused_spec.errors import InvalidInput
 from fused_spec.kernels.check import (
+    Layout,
     Scalar,
     check_device,
     check_key,
@@ -25,6 +26,7 @@ from fused_spec.kernels.check import (
     per_request,
     runs_on_triton,
     seeds_and_positions,
+    store,
 )
 from fused_spec.kernels.error_bits import NAN_TARGET
 from fused_spec.kernels.inverse_cdf import draw
@@ -53,16 +55,18 @@ class Sample:
     cutoff: torch.Tensor
     error: torch.Tensor
 
+    @staticmethod
+    def layout(batch: int) -> Layout:
+        """Shapes and dtypes for B rows."""
+        shape = (batch,)
+        numbers = dict.fromkeys(("logprob", "lse", "cutoff"), (shape, torch.float32))
+        return {"token_ids": (shape, torch.int64), **numbers, "error": (shape, torch.int32)}
+
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> "Sample":
         """Uninitialised outputs for B rows, to be passed as `out=`."""
-        return cls(
-            token_ids=torch.empty(batch, dtype=torch.int64, device=device),
-            logprob=torch.empty(batch, dtype=torch.float32, device=device),
-            lse=torch.empty(batch, dtype=torch.float32, device=device),
-            cutoff=torch.empty(batch, dtype=torch.float32, device=device),
-            error=torch.empty(batch, dtype=torch.int32, device=device),
-        )
+        layout = cls.layout(batch).items()
+        return cls(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in layout})
 
 
 def processing_per_request(
@@ -116,7 +120,6 @@ def kernel_key(
     return key
 
 
-@torch.no_grad()
 def sample(
     logits: torch.Tensor,
     *,
@@ -134,7 +137,7 @@ def sample(
     """Draw one token per row.
 
     Args:
-        logits: [B, V] float32, bfloat16 or float16, unit stride in V; not modified.
+        logits: [B, V] float32, bfloat16 or float16, unit stride in V; not modified, and no gradients pass.
         seed: int or int64 tensor [B], 0 <= seed < 2^63.
         position: int or int64 tensor [B], the index that the token will have in its sequence.
         temperature: 0 (greedy) or >= 0.001. top_k: 0 is off. top_p: (0, 1]. min_p: [0, 1]. Numbers or tensors [B].
@@ -159,7 +162,7 @@ def sample(
     if out is None:
         out = Sample.empty(batch, logits.device)
     else:
-        check_out(out, Sample.empty(batch, "meta"))
+        check_out(out, Sample, Sample.layout(batch))
     if on_triton:
         from fused_spec.kernels.sample_triton import sample_triton  # not at the top: the torch path needs no Triton
 
@@ -171,12 +174,13 @@ def sample(
         return out
     keys = seeds_and_positions(seed, position, batch)
     requests = processing_per_request(temperature, top_k, top_p, min_p, batch)
+    without_gradient = logits.detach()
     for b, (processing, (s, at)) in enumerate(zip(requests, keys, strict=True)):
-        law = row_law(logits[b], processing, None if allowed is None else allowed[b])
+        law = row_law(without_gradient[b], processing, None if allowed is None else allowed[b])
         token = draw(law, sampling_uniform(s, at, STREAMS[stream]))
-        out.token_ids[b] = token
-        out.logprob[b] = law.log_prob(token) if not law.fault else math.nan
-        out.lse[b] = law.lse
-        out.cutoff[b] = law.cutoff
-        out.error[b] = law.error_bit(NAN_TARGET)
+        store(out.token_ids, b, token)
+        store(out.logprob, b, law.log_prob(token) if not law.fault else math.nan)
+        store(out.lse, b, law.lse)
+        store(out.cutoff, b, law.cutoff)
+        store(out.error, b, law.error_bit(NAN_TARGET))
     return out

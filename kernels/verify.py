@@ -12,6 +12,7 @@ import torch
 
 from fused_spec.errors import InvalidInput
 from fused_spec.kernels.check import (
+    Layout,
     Scalar,
     check_device,
     check_logits,
@@ -20,6 +21,7 @@ from fused_spec.kernels.check import (
     check_unit_stride,
     runs_on_triton,
     seeds_and_positions,
+    store,
 )
 from fused_spec.kernels.commit import Sequences, commit
 from fused_spec.kernels.sample import kernel_key, kernel_rows, processing_per_request
@@ -65,16 +67,22 @@ class Verification:
             self.error,
         )
 
+    @staticmethod
+    def layout(batch: int, num_drafts: int) -> Layout:
+        """Shapes and dtypes for B requests of m drafts."""
+        return {
+            "token_ids": ((batch, num_drafts + 1), torch.int64),
+            "num_accepted": ((batch,), torch.int64),
+            "accept_prob": ((batch, num_drafts), torch.float32),
+            "tv_gain": ((batch, num_drafts), torch.float32),
+            "error": ((batch,), torch.int32),
+        }
+
     @classmethod
     def empty(cls, batch: int, num_drafts: int, device: torch.device | str = "cpu") -> "Verification":
         """Uninitialised outputs for B requests of m drafts, to be passed as `out=`."""
-        return cls(
-            token_ids=torch.empty(batch, num_drafts + 1, dtype=torch.int64, device=device),
-            num_accepted=torch.empty(batch, dtype=torch.int64, device=device),
-            accept_prob=torch.empty(batch, num_drafts, dtype=torch.float32, device=device),
-            tv_gain=torch.empty(batch, num_drafts, dtype=torch.float32, device=device),
-            error=torch.empty(batch, dtype=torch.int32, device=device),
-        )
+        layout = cls.layout(batch, num_drafts).items()
+        return cls(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in layout})
 
 
 @torch.no_grad()
@@ -169,7 +177,7 @@ def verify(
     if out is None:
         out = Verification.empty(batch, num_drafts, target_logits.device)
     else:
-        check_out(out, Verification.empty(batch, num_drafts, "meta"))
+        check_out(out, Verification, Verification.layout(batch, num_drafts))
     if sequences is not None:
         sequences.check(batch)
     if runs_on_triton(backend, target_logits.device):
@@ -207,11 +215,8 @@ def verify(
             lses=None if draft_stats is None else draft_stats[0][b].tolist(),
             uniforms=None if uniforms is None else uniforms[b].tolist(),
         ).run()
-        out.token_ids[b] = torch.tensor(outcome.token_ids)
-        out.num_accepted[b] = outcome.num_accepted
-        out.accept_prob[b] = torch.tensor(outcome.accept_prob)
-        out.tv_gain[b] = torch.tensor(outcome.tv_gain)
-        out.error[b] = outcome.error
+        for name, value in outcome._asdict().items():
+            store(getattr(out, name), b, value)
     if sequences is not None:
         commit(sequences, out.token_ids, out.num_accepted, draft_token_ids)
     return out

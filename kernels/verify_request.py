@@ -21,7 +21,7 @@ from fused_spec.rules import Cactus, Rule, TypicalAcceptance
 
 
 class Outcome(NamedTuple):
-    """One row of a `Verification`, as Python numbers."""
+    """One row of a `Verification`, by the same names, as Python numbers."""
 
     token_ids: list[int]
     num_accepted: int

@@ -82,10 +82,12 @@ class Checkpoint:
         return interleave_halves(weight, self.config.head_dim) if halves else weight
 
     def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor that stays in its file, for reading a row now and then; None unless it is there in `dtype`.
+        """A tensor that stays in its file, to be read as it is used; None unless it is there as `tensor` gives it.
 
         Its values are not checked: `tensor` does that.
         """
+        if not self.source.interleaved and _ROTATED.fullmatch(name):
+            return None
         weight = self.source.mapped(name)
         return weight if weight is not None and weight.dtype == dtype else None
 

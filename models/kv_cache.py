@@ -41,6 +41,7 @@ class KVCache:
         self._config = config
         # a sequence is decoded in few widths: drafting, and verification of as many drafts as there are
         self._kept_workspace = functools.lru_cache(maxsize=8)(self._workspace)
+        self._kept_slots = functools.lru_cache(maxsize=2)(self._slots)
 
     @property
     def capacity(self) -> int:
@@ -63,13 +64,13 @@ class KVCache:
             self.values[:, stale].zero_()
         self.written = self.written if self.written > where.end else where.valid
         new = slice(where.first, where.valid)
-        views = (
-            as_pairs(self.keys[:, new, :, None]),
-            self.values[:, new],
-            self.keys[:, None, : where.end].transpose(2, 3),
-            self.values[:, None, : where.end].transpose(2, 3),
-        )
-        return [LayerSlots(*slots) for slots in zip(*(view.unbind(0) for view in views), strict=True)]
+        written = as_pairs(self.keys[:, new, :, None]).unbind(), self.values[:, new].unbind()
+        return list(map(LayerSlots, *written, *self._kept_slots(where.end)))
+
+    def _slots(self, end: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Keys and values that a block looks at, per layer: the same views for as many tokens as a stride has."""
+        keys, values = (kept[:, None, :end].transpose(2, 3).unbind() for kept in (self.keys, self.values))
+        return keys, values
 
     def _workspace(self, width: int, least_rows: int, dtype: torch.dtype) -> Workspace:
         return Workspace(self._config, width, max(width, least_rows), dtype, self.keys.device)

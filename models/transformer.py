@@ -28,6 +28,9 @@ Cache = KVCache | DeviceCache
 Read = Callable[..., torch.Tensor]
 """(names) -> their tensors on top of each other."""
 
+Mapped = Callable[[str], torch.Tensor | None]
+"""(name) -> the tensor where it lies in the file, or None."""
+
 _EMBEDDING = "model.embed_tokens.weight"
 _FEW_ROWS, _FEW_ROWS_OF_SMALL_MODELS, _SMALL = 3, 5, 1024
 """Rows up to which products for few rows are the faster ones. With a hidden size up to 1024 more time goes into getting
@@ -98,8 +101,7 @@ class Transformer:
                     progress.update()
                 return stacked
 
-            # For looking up rows of a tied embedding, whose other copy the head rearranges, the file's own will do.
-            return cls._assemble(checkpoint.config, read, few, lambda: checkpoint.mapped(_EMBEDDING, dtype))
+            return cls._assemble(checkpoint.config, read, few, lambda name: checkpoint.mapped(name, dtype))
 
     @classmethod
     def uninitialised(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> "Transformer":
@@ -110,19 +112,18 @@ class Transformer:
             parts = [shapes[name] for name in names]
             return torch.empty(sum(part[0] for part in parts), *parts[0][1:], dtype=dtype, device=device)
 
-        return cls._assemble(config, read, False, lambda: None)
+        return cls._assemble(config, read, False, lambda name: None)
 
     @classmethod
-    def _assemble(
-        cls, config: ModelConfig, read: Read, few: bool, mapped: Callable[[], torch.Tensor | None]
-    ) -> "Transformer":
+    def _assemble(cls, config: ModelConfig, read: Read, few: bool, mapped: Mapped) -> "Transformer":
         # The head first: what it takes to rearrange the largest matrix is needed while there is nothing else yet.
         embedding = read(_EMBEDDING)
         head = linear(embedding if config.tie_word_embeddings else read("lm_head.weight"), None, few)
         if config.tie_word_embeddings and not isinstance(head, DenseLinear):
-            in_file = mapped()
+            # For looking up rows of a table whose other copy the head rearranges, the file's own will do.
+            in_file = mapped(_EMBEDDING)
             embedding = embedding if in_file is None else in_file
-        layers = [_load_layer(read, f"model.layers.{i}.", config, few) for i in range(config.num_layers)]
+        layers = [_load_layer(read, f"model.layers.{i}.", config, few, mapped) for i in range(config.num_layers)]
         norm = RMSNorm.of(read("model.norm.weight"), config.rms_norm_eps)
         return cls(config, embedding, layers, norm, head)
 
@@ -208,10 +209,12 @@ class Transformer:
         return logits if out is None else out.copy_(logits)
 
 
-def _load_layer(read: Read, prefix: str, config: ModelConfig, few: bool) -> Layer:
+def _load_layer(read: Read, prefix: str, config: ModelConfig, few: bool, mapped: Mapped) -> Layer:
     def product(*names: str, bias: bool = False) -> Linear:
         biases = read(*(f"{prefix}{name}.bias" for name in names)) if bias else None
-        return linear(read(*(f"{prefix}{name}.weight" for name in names)), biases, few)
+        weights = [f"{prefix}{name}.weight" for name in names]
+        in_file = [weight for weight in map(mapped, weights if few else []) if weight is not None]
+        return linear(read(*weights), biases, few, in_file if len(in_file) == len(weights) else ())
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm.of(read(f"{prefix}{name}.weight"), config.rms_norm_eps)

@@ -10,32 +10,41 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results"
 BEGIN, END = "<!-- measured: written by perf/report.py -->\n", "<!-- end of measured -->\n"
+NO_GPU = (
+    "Not measured: anything on a GPU. No kernel of this project, no captured graph and no flash-attn call has run on "
+    "one; `tools/gpu_check.py` is what will."
+)
 KINDS = {"greedy": "greedy", "sampled": "T=0.6, top-p 0.95, top-k 20"}
 
 
-def section() -> str:
-    """The text between the two marks."""
-    small = json.loads((RESULTS / "smollm2.json").read_text())
-    pair = json.loads((RESULTS / "qwen2.5-coder.json").read_text())
+def section(results: Path = RESULTS) -> str:
+    """The text between the two marks, from the files in a folder."""
+    on_gpus = [json.loads(path.read_text()) for path in sorted(results.glob("gpu-*.json"))]
+    parts = ["## Measured", *_on_a_cpu(results), *([_gpu(run) for run in on_gpus] or [_paragraph(NO_GPU)])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _on_a_cpu(results: Path) -> list[str]:
+    small = json.loads((results / "smollm2.json").read_text())
+    pair = json.loads((results / "qwen2.5-coder.json").read_text())
     figures = small["figures"]
     rates = {kind: figures[f"smollm2_{kind}"]["tokens_per_second"] for kind in KINDS}
     pair_rates = {kind: pair["figures"][kind]["tokens_per_second"] for kind in KINDS}
-    parts = [
-        "## Measured",
+    return [
         _paragraph(
-            "On a CPU only; nothing was measured on a GPU yet. Tokens per second of whole calls, 256 new tokens, two "
-            "threads, bfloat16; in brackets the ratio to transformers' `generate` within the same run. The files hold "
-            "4-bit weights, expanded on loading, which flatters drafts made from a quantised copy of them. The machine "
-            "is a virtual one: between runs its memory was up to half as fast, which plain decoding feels most."
+            "On a CPU. Tokens per second of whole calls, 256 new tokens, two threads, bfloat16; in brackets the ratio "
+            "to transformers' `generate` within the same run. The files hold 4-bit weights, expanded on loading, which "
+            "flatters drafts made from a quantised copy. The machines are virtual: from one to the next memory "
+            "is up to twice as fast, which plain decoding feels most."
         ),
         _paragraph(_machine(small["machine"])),
         _table("SmolLM2-135M (`make perf`)", rates, ("transformers", "plain", "self-int8", "self-int4")),
-        _paragraph(_ngram(figures)),
+        _paragraph(f"{_ngram(figures)} {_peers(figures)}"),
         _table("Qwen2.5-Coder-1.5B (`perf/pair.py`, one turn)", pair_rates, tuple(pair_rates["greedy"])),
         _paragraph(_verify(figures["verify_6_rows"], figures["verify_21_rows"])),
         _paragraph(_split(figures["smollm2_round"])),
+        _paragraph(_traced(figures)),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 def _paragraph(text: str) -> str:
@@ -82,6 +91,42 @@ def _split(figures: dict[str, Any]) -> str:
         f"{spent['verify']:.0f} ms of verifying and {spent['sampling']:.1f} ms of sampling and acceptance; reading the "
         f"weights alone takes {floor['draft']:.0f} and {floor['verify']:.0f} ms."
     )
+
+
+def _peers(figures: dict[str, Any]) -> str:
+    lookup = figures["smollm2_prompt_lookup"]["over_transformers"]
+    prefill = figures["smollm2_prefill"]["over_transformers"]
+    assisted = figures["smollm2_assisted"]["over_transformers"]
+    return (
+        f"On the former texts they are {min(lookup):.1f} to {max(lookup):.1f} times as fast as transformers' prompt "
+        f"lookup. A model that drafts for itself, and is always right, is {assisted:.1f} times as fast as in "
+        f"transformers' assisted generation. A prompt of 512 tokens is read {prefill['single tokens']:.2f} times as "
+        f"fast as there, with `self-int4` {prefill['blocks']:.2f} times."
+    )
+
+
+def _traced(figures: dict[str, Any]) -> str:
+    launches, most = figures["launches"], max(figures["bytes_over_floor"].values())
+    verify = sorted({found["verify"] for found in launches.values()})
+    return (
+        "Counted on the meta device, not timed, in rounds of Qwen3-8B with five drafts: "
+        f"{' or '.join(map(str, verify))} launches of a verification, without and with filters; all launches together "
+        f"touch at most {most - 1:.1%} more bytes than weights and cache have."
+    )
+
+
+def _gpu(run: dict[str, Any]) -> str:
+    """What tools/gpu_check.py kept of a GPU: a line of the table for each time and speed."""
+    machine = run["machine"]
+    checks = {check["name"]: check for check in run["checks"]}
+    passed = sum(check["status"] == "ok" for check in checks.values())
+    about = (
+        f"{machine['device']} (`tools/gpu_check.py`): {passed} of {len(checks)} checks passed; "
+        f"torch {machine['torch']}, triton {machine['triton']}, CUDA {machine['cuda']}; {machine['date']}."
+    )
+    shown = [check for name, check in checks.items() if name.startswith(("times/", "speed/"))]
+    rows = [f"| {check['name']} | {check['key'] or check['status']} |" for check in shown]
+    return "\n".join([_paragraph(about), "", "| on a GPU | found |", "|---|---|", *rows])
 
 
 def main() -> int:

@@ -93,4 +93,4 @@ def test_prefill(
     ratios = {name: turns.ratio(name, "transformers") for name in calls}
     say("prefill of 512 tokens over transformers': " + ", ".join(f"{name} {r:.2f}" for name, r in ratios.items()))
     figures["smollm2_prefill"] = {"over_transformers": ratios, "foreign_cpu_share": turns.foreign}
-    assert ratios["blocks"] >= 0.8
+    assert min(ratios.values()) >= 0.8

@@ -56,6 +56,18 @@ def test_folder_gives_the_weights_of_transformers(tmp_path: Path, dtype: torch.d
             assert torch.equal(weight, interleave_halves(state[name], HEAD_DIM) if permuted else state[name])
 
 
+def test_mapped_weights_are_those_that_were_read_or_none(tmp_path: Path) -> None:
+    """In a folder of transformers' the rows of queries and keys have another order than they are wanted in."""
+    model(True, torch.bfloat16).save_pretrained(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        mapped = {name: checkpoint.mapped(name, torch.bfloat16) for name in checkpoint.names()}
+        read = {name: checkpoint.tensor(name) for name in checkpoint.names()}
+        assert all(checkpoint.mapped(name, torch.float32) is None for name in checkpoint.names())
+    for name, weight in mapped.items():
+        permuted = name.endswith(("q_proj.weight", "k_proj.weight"))
+        assert weight is None if permuted else weight is not None and torch.equal(weight, read[name])
+
+
 def test_interleave_moves_each_half_to_every_other_row() -> None:
     rows = torch.arange(2 * HEAD_DIM)[:, None] * torch.ones(1, 3, dtype=torch.int64)
     expected = [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]

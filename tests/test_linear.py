@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from bitwise import assert_same_row
+from fused_spec.kernels.attention import NARROW
 from fused_spec.models import linear as linear_module
 from fused_spec.models import quantized_linear
 from fused_spec.models.linear import DenseLinear, HalfLinear, Linear, PackedLinear, linear
@@ -51,6 +52,20 @@ def test_packing_loses_nothing() -> None:
     assert ((kept - weight.double()).abs() <= 2.0**-25).all()
     normal = weight.abs() >= 2.0**-14
     assert torch.equal(kept[normal], weight.double()[normal])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_rows_are_multiplied_by_the_weights_in_the_file(bias: bool) -> None:
+    """A few are not: a block that is decoded must give the bits of single tokens."""
+    parts = [torch.randn(rows, 70).bfloat16() for rows in (48, 32)]
+    weight, extra = torch.cat(parts), torch.randn(80).bfloat16() if bias else None
+    elsewhere = [part * 2 for part in parts]  # so that what comes of them shows
+    product = HalfLinear(weight, extra, elsewhere)
+    x = torch.randn(NARROW + 1, 70)
+    plain = HalfLinear(weight, extra)
+    assert torch.equal(product(x[:NARROW]), plain(x[:NARROW]))
+    assert torch.equal(product(x), F.linear(x.bfloat16(), weight * 2) + (0 if extra is None else extra))
+    assert product(x, torch.empty(NARROW + 1, 80)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, HalfLinear])

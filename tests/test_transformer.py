@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bitwise import assert_same_row
+from fused_spec.kernels.attention import NARROW, STRIDE
 from fused_spec.models.checkpoint import open_checkpoint
 from fused_spec.models.transformer import Transformer
 
@@ -52,22 +53,23 @@ def test_logits_are_those_of_transformers(tmp_path: Path, heads: int, kv_heads: 
         torch.testing.assert_close(last, rows[-1][-1:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_bfloat16_on_a_cpu(tmp_path: Path, rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("width", [20, NARROW + 1])
+def test_bfloat16_on_a_cpu(tmp_path: Path, rows: int, width: int) -> None:
     """Every layout of bfloat16 weights gives the logits of float32 to what rounding to 8 bits leaves of them."""
     config = LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
-    tokens = torch.arange(20)
+    tokens = torch.arange(width) % 50
     logits = []
     for dtype in (torch.float32, torch.bfloat16):
         with open_checkpoint(tmp_path) as checkpoint, torch.inference_mode():
             model = Transformer.load(checkpoint, dtype, torch.device("cpu"), rows=rows)
-            cache = model.new_cache(20)
-            logits.append(model.forward(tokens, torch.arange(20), cache))
+            cache = model.new_cache(width)
+            logits.append(model.forward(tokens, torch.arange(width), cache))
             assert logits[-1].dtype == model.logits_dtype
-        assert (cache.keys.dtype, cache.capacity) == (torch.float32, 64)
+        assert (cache.keys.dtype, cache.capacity) == (torch.float32, -(-width // STRIDE) * STRIDE)
     # 2 layers of 4 products in a row, the head and the embedding: ten roundings of half an eps, all the same way
     assert (logits[0] - logits[1]).abs().max() < 5 * torch.finfo(torch.bfloat16).eps * logits[0].abs().max()
 
