@@ -1,4 +1,4 @@
-"""What is compared: engines of ours and transformers' `generate`, on the same weights, in bfloat16."""
+"""What is compared: engines of ours and transformers' `generate`, on the same weights, in bfloat16, on the CPU."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from check_report import nvidia_smi
 from contenders import Ours, Transformers
 from demo import smollm2_path
 from fused_spec import Engine
@@ -22,8 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
-    """What stored runs say of the machine."""
-    machine_info.update(machine())
+    """What stored runs say of the machine: versions, and of an NVIDIA GPU the driver and its clocks."""
+    machine_info.update(machine(), nvidia_smi=nvidia_smi())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,7 +60,7 @@ def smollm2() -> Path:
 
 
 def _ours(path: Path, draft: str | None, m: int) -> Ours:
-    return Ours(Engine.from_pretrained(path, draft=draft, num_draft_tokens=m, max_length=2048))
+    return Ours(Engine.from_pretrained(path, draft=draft, num_draft_tokens=m, max_length=2048, device="cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Compare ways of decoding one model on two threads: ours and transformers', with a smaller model as draft.
+"""Compare ways of decoding one model on a CPU, on two threads: ours and transformers', with a smaller model as draft.
 
     python perf/pair.py TARGET DRAFT [--tokens N] [--turns N] [--ours-only] [--figures FILE]
 
@@ -23,10 +23,10 @@ PROMPT = "Write a Python function that merges two sorted lists, explain how it w
 
 def contenders(target: Path, draft: Path) -> dict[str, Ours]:
     """Our engines by name; those that draft share the target's weights."""
-    plain = Engine.from_pretrained(target, max_length=1024)
-    int4 = Engine.from_pretrained(target, draft="self-int4", num_draft_tokens=4, max_length=1024)
+    plain = Engine.from_pretrained(target, max_length=1024, device="cpu")
+    int4 = Engine.from_pretrained(target, draft="self-int4", num_draft_tokens=4, max_length=1024, device="cpu")
     int8 = Engine(int4.target, plain.tokenizer, draft="self-int8", num_draft_tokens=4, max_length=1024)
-    small = Engine.from_pretrained(draft, max_length=1024).target
+    small = Engine.from_pretrained(draft, max_length=1024, device="cpu").target
     model = Engine(int4.target, plain.tokenizer, draft=small, num_draft_tokens=5, max_length=1024)
     engines = {"plain": plain, "self-int4": int4, "self-int8": int8, "draft model": model}
     return {name: Ours(engine) for name, engine in engines.items()}

@@ -62,7 +62,7 @@ def machine(setting: Setting) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "l2_bytes": properties.L2_cache_size,
-            "nvidia_smi": _nvidia_smi(),
+            "nvidia_smi": nvidia_smi(),
         }
     return facts
 
@@ -79,7 +79,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _nvidia_smi() -> dict[str, str] | None:
+def nvidia_smi() -> dict[str, str] | None:
     """Driver and clocks as they are now, or None without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
