@@ -82,7 +82,8 @@ class ModelDrafter:
             known = slice(0 if i == 0 and not self._shared else i + 1, i + 2)
             new, slot = slice(i + 2, i + 3), slice(i, i + 1)
             logits = self._logits[0, slot]
-            self.model.forward(state.block[known], state.positions[known], self.cache, last_only=True, out=logits)
+            tokens, positions = state.block[known], state.positions[known]
+            self.model.forward(tokens, positions, self.cache, last_only=True, drafting=True, out=logits)
             drawn = Sample(state.block[new], logprob[0, slot], lse[0, slot], cutoff[0, slot], self._error[slot])
             sample(logits, seed=state.seed, position=state.positions[new], out=drawn, **sampling.options())
         stats = (lse[:, :size], cutoff[:, :size], logprob[:, :size])

@@ -9,6 +9,9 @@ greedy text would depend on what was drafted. In torch's CPU kernel the bits of 
 number of slots it looks at: here that is its own position rounded up to a whole stride, whatever the block, and what it
 may not see is masked. The other is the number of query rows that are multiplied at once: a multiple of four here. Such
 rows are the query heads of a group, which read the same keys.
+
+Where bits do not matter, in a prompt and for a draft model, the rows of a query head are multiplied on their own, with
+as many slots as are valid. That is up to a third faster.
 """
 
 from dataclasses import dataclass
@@ -33,7 +36,8 @@ class Part(NamedTuple):
     Attributes:
         tokens: which, counted from the start of the block.
         end: number of slots that are looked at.
-        mask: what is added to scores, 0 or -inf: [rows, end], for all rows of the block; None if plainly causal.
+        mask: what is added to scores, 0 or -inf: [rows, end], for all rows of the block; None if plainly causal, one
+            token that sees all slots included.
     """
 
     tokens: slice
@@ -60,12 +64,12 @@ class Span(NamedTuple):
         return self.parts[-1].end
 
 
-def span(positions: torch.Tensor, group: int) -> Span:
+def span(positions: torch.Tensor, group: int, by_head: bool) -> Span:
     """The span of a block at consecutive positions [W], for G query heads in a group; reads the first on the host."""
     first, width = int(positions[0]), positions.numel()
     valid = first + width
-    if width > NARROW:
-        mask = _hide_later(positions, valid) if first else None
+    if by_head:
+        mask = _hide_later(positions, valid) if first and width > 1 else None
         return Span(first, valid, [Part(slice(0, width), valid, mask)])
     padding = -width * group % _ROWS
     if width == 1:
@@ -91,10 +95,10 @@ class HeadBuffers:
 
     Attributes:
         queries: [W, Hkv, G, D/2] complex64, rotary pairs: a view of `rows` to write to.
-        rows: [1, Hkv, W G + padding, D] float32 if the block is narrow, [1, H, W, D] if it is wide.
+        rows: [1, Hkv, W G + padding, D] float32, or [1, H, W, D] by head.
         used: how many of the rows count.
-        results: a view of the [W, H D] that `of` was given: [Hkv, W, G, D], or if the rows of attention need no other
-            order than they have, in a block of one token or a wide one, [1, Hkv, G, D] or [1, H, W, D].
+        results: a view of the [W, H D] that `of` was given: [Hkv, W, G, D], for one token [1, Hkv, G, D], and by head
+            [1, H, W, D].
     """
 
     queries: torch.Tensor
@@ -103,11 +107,11 @@ class HeadBuffers:
     results: torch.Tensor
 
     @classmethod
-    def of(cls, out: torch.Tensor, kv_heads: int, head_dim: int) -> "HeadBuffers":
+    def of(cls, out: torch.Tensor, kv_heads: int, head_dim: int, by_head: bool) -> "HeadBuffers":
         """Buffers for results in `out` [W, H D], of any dtype."""
         heads = out.unflatten(1, (kv_heads, -1, head_dim))  # [W, Hkv, G, D]
         width, _, group, _ = heads.shape
-        if width > NARROW:
+        if by_head:
             rows = out.new_zeros(1, kv_heads * group, width, head_dim, dtype=torch.float32)
             queries = rows.view(kv_heads, group, width, head_dim).permute(2, 0, 1, 3)
             return cls(as_pairs(queries), rows, width, heads.flatten(1, 2).transpose(0, 1)[None])
@@ -122,17 +126,18 @@ def attention(buffers: HeadBuffers, where: Span, k: torch.Tensor, v: torch.Tenso
 
     Args:
         buffers: hold the layer's queries, and take its results.
-        where: the block's span.
+        where: the block's span, by head as the buffers are or not.
         k, v: [1, Hkv, end, D] float32, the slots that the span looks at, the block's own among them.
     """
     grouped = k.shape[1] == buffers.rows.shape[1]
     for part in where.parts:
+        causal = part.mask is None and buffers.used > 1  # one row sees all slots; torch would let it see the first
         if part.end < where.end:  # a block on both sides of a stride's end: every row is computed for each side
             keys, values = k[:, :, : part.end], v[:, :, : part.end]
         else:
             keys, values = k, v
         out = F.scaled_dot_product_attention(
-            buffers.rows, keys, values, attn_mask=part.mask, is_causal=part.mask is None, enable_gqa=not grouped
+            buffers.rows, keys, values, attn_mask=part.mask, is_causal=causal, enable_gqa=not grouped
         )
         results = out[:, :, : buffers.used]
         if results.shape != buffers.results.shape:

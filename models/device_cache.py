@@ -87,8 +87,8 @@ class DeviceCache:
         """Number of slots."""
         return self.keys.shape[1]
 
-    def block(self, positions: torch.Tensor, least_rows: int, dtype: torch.dtype) -> "DeviceBlock":
-        """A forward pass over tokens at consecutive positions [W]; products on a GPU need no more rows than that."""
+    def block(self, positions: torch.Tensor, least_rows: int, dtype: torch.dtype, drafting: bool) -> "DeviceBlock":
+        """A forward pass over tokens at consecutive positions [W]; what else matters on a CPU does not here."""
         room = self._room.first(positions.numel())
         return DeviceBlock(room, positions, self, self._layers, self._attention(positions))
 

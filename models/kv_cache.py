@@ -21,6 +21,10 @@ class LayerSlots(NamedTuple):
     values: torch.Tensor  # [1, Hkv, end, D]
 
 
+Slots = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+"""Keys and values of every layer, each [1, Hkv, end, D]."""
+
+
 class KVCache:
     """Keys and values of one sequence, in float32, which torch's CPU attention is made for.
 
@@ -48,15 +52,17 @@ class KVCache:
         """Number of slots: what was asked for, rounded up to whole strides of the attention kernel."""
         return self.keys.shape[1]
 
-    def block(self, positions: torch.Tensor, least_rows: int, dtype: torch.dtype) -> "Block":
+    def block(self, positions: torch.Tensor, least_rows: int, dtype: torch.dtype, drafting: bool) -> "Block":
         """A forward pass over tokens at consecutive positions [W], whose products are in `dtype`."""
-        where = span(positions, self._config.num_heads // self._config.num_kv_heads)
         width = positions.numel()
-        room = (self._kept_workspace if width <= NARROW else self._workspace)(width, least_rows, dtype)
+        by_head = drafting or width > NARROW
+        where = span(positions, self._config.num_heads // self._config.num_kv_heads, by_head)
+        room = (self._kept_workspace if width <= NARROW else self._workspace)(width, least_rows, dtype, by_head)
         rotations = self.rotations[where.first : where.valid, None, None]
-        return Block(room, where, rotations, self._layers(where))
+        slots = (self._slots if by_head else self._kept_slots)(where.end)
+        return Block(room, where, rotations, self._layers(where, slots))
 
-    def _layers(self, where: Span) -> list[LayerSlots]:
+    def _layers(self, where: Span, slots: Slots) -> list[LayerSlots]:
         """The slots of a block for every layer. Stale ones that it covers become zero: a mask does not hide a NaN."""
         stale = slice(where.valid, min(where.end, self.written))
         if stale.start < stale.stop:
@@ -65,15 +71,15 @@ class KVCache:
         self.written = self.written if self.written > where.end else where.valid
         new = slice(where.first, where.valid)
         written = as_pairs(self.keys[:, new, :, None]).unbind(), self.values[:, new].unbind()
-        return list(map(LayerSlots, *written, *self._kept_slots(where.end)))
+        return list(map(LayerSlots, *written, *slots))
 
-    def _slots(self, end: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Keys and values that a block looks at, per layer: the same views for as many tokens as a stride has."""
+    def _slots(self, end: int) -> Slots:
+        """What a block looks at. Tokens of a stride look at the same slots, so that these views are kept."""
         keys, values = (kept[:, None, :end].transpose(2, 3).unbind() for kept in (self.keys, self.values))
         return keys, values
 
-    def _workspace(self, width: int, least_rows: int, dtype: torch.dtype) -> Workspace:
-        return Workspace(self._config, width, max(width, least_rows), dtype, self.keys.device)
+    def _workspace(self, width: int, least_rows: int, dtype: torch.dtype, by_head: bool) -> Workspace:
+        return Workspace(self._config, width, max(width, least_rows), dtype, self.keys.device, by_head)
 
 
 class Block(NamedTuple):

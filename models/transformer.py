@@ -168,6 +168,7 @@ class Transformer:
         cache: Cache,
         *,
         last_only: bool = False,
+        drafting: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a block of tokens and write their keys and values into the cache.
@@ -179,12 +180,13 @@ class Transformer:
                 valid.
             cache: written at `positions`.
             last_only: compute the logits of the last row only.
+            drafting: on a CPU, be faster; a row may then come out with other bits in a block of another width.
             out: where the logits go, or None for a new tensor.
 
         Returns:
             [W, V] logits ([1, V] with last_only); `out` if given.
         """
-        block = cache.block(positions, self.least_rows, self.layers[0].qkv.dtype)
+        block = cache.block(positions, self.least_rows, self.layers[0].qkv.dtype, drafting)
         room = block.room
         embed(tokens, self.embedding, out=room.stream[: len(tokens)])
         pending = None  # what the last product gave and is not in the stream yet

@@ -25,7 +25,9 @@ class Workspace:
         activated: [R, inner] working dtype, what goes into the last product of a layer.
     """
 
-    def __init__(self, config: ModelConfig, width: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, width: int, rows: int, dtype: torch.dtype, device: torch.device, by_head: bool
+    ) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
         def zeros(columns: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -42,5 +44,5 @@ class Workspace:
         self.qk = self.heads[:, : heads + kv_heads]
         self.qk_norm = NormBuffers.like(self.qk) if config.family.qk_norm else None
         self.attended = zeros(heads * dim)
-        self.attention = HeadBuffers.of(self.attended[:width], kv_heads, dim)
+        self.attention = HeadBuffers.of(self.attended[:width], kv_heads, dim, by_head)
         self.activated = zeros(config.intermediate_size)

@@ -62,12 +62,14 @@ def test_rope_table_has_the_amplitude() -> None:
     torch.testing.assert_close(table.abs(), torch.full((5, 4), 1.25))
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> tuple[torch.Tensor, Span]:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, by_head: bool = False
+) -> tuple[torch.Tensor, Span]:
     """Queries [W, H, D] over a cache [capacity, Hkv, D], as a layer does it."""
     width, heads, dim = q.shape
-    where = span(torch.arange(first, first + width), heads // k.shape[1])
+    where = span(torch.arange(first, first + width), heads // k.shape[1], by_head)
     out = torch.full((width, heads * dim), math.nan)
-    buffers = HeadBuffers.of(out, k.shape[1], dim)
+    buffers = HeadBuffers.of(out, k.shape[1], dim, by_head)
     buffers.queries.copy_(as_pairs(q).unflatten(1, (k.shape[1], -1)))
     attention(buffers, where, *(buffer[None, : where.end].transpose(1, 2) for buffer in (k, v)))
     return out.view(width, heads, dim), where
@@ -76,14 +78,15 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> tup
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (8, 1), (14, 2)])
 @pytest.mark.parametrize("first", [0, 1, 37, 60, 300])
 @pytest.mark.parametrize("width", [1, 2, 6, 20, 128, 129, 200])
-def test_attention(heads: int, kv_heads: int, first: int, width: int) -> None:
+@pytest.mark.parametrize("by_head", [False, True])
+def test_attention(heads: int, kv_heads: int, first: int, width: int, by_head: bool) -> None:
     """Slots behind a row's own position never matter; those beyond what the block looks at may hold anything."""
     k, v = torch.randn(2, 640, kv_heads, 16)
     k[first + width :], v[first + width :] = 1e4, 1e4
     q = torch.randn(width, heads, 16)
-    where = span(torch.arange(first, first + width), heads // kv_heads)
+    where = span(torch.arange(first, first + width), heads // kv_heads, by_head)
     k[where.end :], v[where.end :] = math.nan, math.nan
-    ours, _ = attend(q, k, v, first)
+    ours, _ = attend(q, k, v, first, by_head)
     oracle = attention_reference(q, k, v, torch.arange(first, first + width))
     # Weights sum to 1 and |v| < 6, so the error is a few float32 roundings of values below 6.
     torch.testing.assert_close(ours.double(), oracle, rtol=0, atol=6 * 2.0**-20)
@@ -105,11 +108,12 @@ def test_a_row_is_the_same_bits_in_any_block(heads: int, kv_heads: int, position
 
 
 @pytest.mark.parametrize("width", [4, 150])
-def test_rows_of_a_block_do_not_see_later_ones(width: int) -> None:
+@pytest.mark.parametrize("by_head", [False, True])
+def test_rows_of_a_block_do_not_see_later_ones(width: int, by_head: bool) -> None:
     q, k, v = torch.randn(width, 2, 8), torch.randn(192, 2, 8), torch.randn(192, 2, 8)
-    before, _ = attend(q, k, v, 10)
+    before, _ = attend(q, k, v, 10, by_head)
     k[12:], v[12:] = 1e4, 1e4
-    after, _ = attend(q, k, v, 10)
+    after, _ = attend(q, k, v, 10, by_head)
     assert torch.equal(after[:2], before[:2])
     assert not torch.equal(after[2:], before[2:])
 
