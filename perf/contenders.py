@@ -1,5 +1,6 @@
 """What is compared: engines of ours and transformers' `generate`, on the same weights, in bfloat16, on the CPU."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,15 @@ class Ours:
         self.output: GenerationOutput | None = None
 
     def contender(self, prompt: list[int], sampling: str, new_tokens: int = NEW_TOKENS) -> Callable[[], float]:
-        """A call that generates and returns the number of new tokens."""
+        """A call that generates and returns the number of new tokens; each call has the next seed, from 1 on.
+
+        How many drafts are accepted is luck within one text.
+        """
+        seeds = itertools.count(1)
 
         def generate() -> float:
             self.output = self.engine.generate(
-                prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=1, **SAMPLINGS[sampling]
+                prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=next(seeds), **SAMPLINGS[sampling]
             )
             return len(self.output.token_ids)
 
