@@ -34,8 +34,8 @@ def _on_a_cpu(results: Path) -> list[str]:
         _paragraph(
             "On a CPU. Tokens per second of whole calls, 256 new tokens, two threads, bfloat16; in brackets the ratio "
             "to transformers' `generate` within the same run. The files hold 4-bit weights, expanded on loading, which "
-            "flatters drafts made from a quantised copy. The machines are virtual: from one to the next memory "
-            "is up to twice as fast, which plain decoding feels most."
+            "flatters drafts made from a quantised copy. The machines are virtual: at one time their memory is "
+            "twice as fast as at another, which plain decoding feels most."
         ),
         _paragraph(_machine(small["machine"])),
         _table("SmolLM2-135M (`make perf`)", rates, ("transformers", "plain", "self-int8", "self-int4")),
