@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fused_spec import __version__
 from fused_spec.cli_bench import add_bench, run_bench
 from fused_spec.cli_flags import ENGINE_FLAGS, SAMPLING_FLAGS, add_flags, engine_of
 from fused_spec.engine import Engine
@@ -57,6 +58,7 @@ def _fail(error: Exception, status: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fused-spec", description="Speculative decoding of one sequence.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     generate = commands.add_parser("generate", help="continue a prompt", allow_abbrev=False)
     _add_common(generate)

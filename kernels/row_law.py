@@ -61,6 +61,7 @@ class RowLaw:
         vocab_size: number of ids V.
         scale: 1 / T.
         row: [padded] float32 logits before the temperature, -inf where not allowed; None for a greedy or faulty row.
+            Perhaps the caller's own logits, so it is not written to.
         total: sum of the weights.
         peak, cutoff: largest and smallest kept z. Greedy: both the largest logit.
         token: the arg max of a greedy row; the lowest allowed id of a faulty row; else -1.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
     """Run a command that succeeds: (stdout, stderr)."""
     assert main(arguments) == 0
     return capsys.readouterr()
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fused-spec {version('fused-spec')}\n"
 
 
 def parameters(function: Any) -> dict[str, Any]:
