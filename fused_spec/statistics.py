@@ -13,6 +13,7 @@ class Statistics:
         rounds: rounds that emitted a token.
         round_sizes: m of each round.
         drafted: drafts proposed (in a round cut short by an end of text: up to the cut).
+        tested: drafts that were accepted or rejected, no draft before them having been rejected (likewise).
         accepted: accepted drafts that were emitted.
         accepted_per_position: the same by slot, 0..m-1.
         emitted: tokens emitted by rounds.
@@ -24,13 +25,13 @@ class Statistics:
     rounds: int = 0
     round_sizes: list[int] = field(default_factory=list)
     drafted: int = 0
+    tested: int = 0
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     emitted: int = 0
     verifier_forwards: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    _tested: int = 0
     _gain: float = 0.0
     # Sums over rounds of x^2, x y and y^2, x the gain and y the tokens of a round: for the standard error of a ratio.
     _xx: float = 0.0
@@ -50,7 +51,7 @@ class Statistics:
         self.emitted += emitted
         tested = [gain for gain in gains[:emitted] if not math.isnan(gain)]
         gain = sum(tested)
-        self._tested += len(tested)
+        self.tested += len(tested)
         self._gain += gain
         self._xx += gain * gain
         self._xy += gain * emitted
@@ -83,7 +84,7 @@ class Statistics:
     @property
     def total_variation_per_draft(self) -> float | None:
         """Estimated total variation paid per tested draft."""
-        return self._gain / self._tested if self._tested and self.gain_is_variation else None
+        return self._gain / self.tested if self.tested and self.gain_is_variation else None
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -11,7 +11,7 @@ may not see is masked. The other is the number of query rows that are multiplied
 rows are the query heads of a group, which read the same keys.
 
 Where bits do not matter, in a prompt and for a draft model, the rows of a query head are multiplied on their own, with
-as many slots as are valid. That is up to a third faster.
+as many slots as are valid. That takes less time.
 """
 
 from dataclasses import dataclass

@@ -56,6 +56,7 @@ def commit(sequences: Sequences, token_ids: torch.Tensor, num_accepted: torch.Te
         num_accepted: [B] int64.
         drafts: [B, m] integers, the drafts that were tested; -1 where there was none.
     """
+    # Host reads, which only this path has: it runs on the CPU, where Python is quicker than many small operations.
     stop_ids = set(sequences.stop_ids.tolist())
     capacity = sequences.tokens.shape[1]
     state = zip(*(tensor.tolist() for tensor in (sequences.length, sequences.limit, sequences.done)), strict=True)

@@ -74,7 +74,7 @@ class KVCache:
         return list(map(LayerSlots, *written, *slots))
 
     def _slots(self, end: int) -> Slots:
-        """What a block looks at. Tokens of a stride look at the same slots, so that these views are kept."""
+        """What a block looks at. All tokens of a stride look at the same slots, and these views are kept for them."""
         keys, values = (kept[:, None, :end].transpose(2, 3).unbind() for kept in (self.keys, self.values))
         return keys, values
 

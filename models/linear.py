@@ -94,7 +94,7 @@ class HalfLinear:
     more do not fit. Nothing else is rounded, so that results are closer to the exact ones than those of a bfloat16
     product. Rows are kept in pieces of 512, the last one filled up, which takes memory where `in` is small.
 
-    For many rows bfloat16 products are twice as fast. The prompt's go to the file's own weights where these can be
+    For many rows bfloat16 products are faster. Those of a long prompt go to the file's own weights where these can be
     mapped: what is read of them is in the system's file cache anyway and takes no memory of its own.
     """
 

@@ -82,8 +82,8 @@ class Int4Linear:
         if self._on_device:
             return int4_linear(x, self._levels, self._scale_and_middle, self.bias, out)
         x = x.bfloat16()
-        if padding := -self._columns % GROUP:
-            x = F.pad(x, (0, padding))
+        if self._columns % GROUP:
+            x = F.pad(x, (0, -self._columns % GROUP))
         y = self._fused_product(x) if self.fused else F.linear(x, self._expanded().bfloat16())
         return _result(y, self.bias, out)
 

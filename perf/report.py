@@ -34,8 +34,8 @@ def _on_a_cpu(results: Path) -> list[str]:
         _paragraph(
             "On a CPU. Tokens per second of whole calls, 256 new tokens, two threads, bfloat16; in brackets the ratio "
             "to transformers' `generate` within the same run. The files hold 4-bit weights, expanded on loading, which "
-            "flatters drafts made from a quantised copy. The machines are virtual: at one time their memory is "
-            "twice as fast as at another, which plain decoding feels most."
+            "flatters drafts made from a quantised copy. The machines are virtual, and the speed of their memory "
+            "varies: compare ratios within a run, not runs."
         ),
         _paragraph(_machine(small["machine"])),
         _table("SmolLM2-135M (`make perf`)", rates, ("transformers", "plain", "self-int8", "self-int4")),
@@ -99,7 +99,7 @@ def _peers(figures: dict[str, Any]) -> str:
     assisted = figures["smollm2_assisted"]["over_transformers"]
     return (
         f"On the former texts they are {min(lookup):.1f} to {max(lookup):.1f} times as fast as transformers' prompt "
-        f"lookup. A model that drafts for itself, and is always right, is {assisted:.1f} times as fast as in "
+        f"lookup. A model that drafts for itself is {assisted:.1f} times as fast as in "
         f"transformers' assisted generation. A prompt of 512 tokens is read {prefill['single tokens']:.2f} times as "
         f"fast as there, with `self-int4` {prefill['blocks']:.2f} times."
     )

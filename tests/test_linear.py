@@ -57,15 +57,16 @@ def test_packing_loses_nothing() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_rows_are_multiplied_by_the_weights_in_the_file(bias: bool) -> None:
     """A few are not: a block that is decoded must give the bits of single tokens."""
-    parts = [torch.randn(rows, 70).bfloat16() for rows in (48, 32)]
-    weight, extra = torch.cat(parts), torch.randn(80).bfloat16() if bias else None
-    elsewhere = [part * 2 for part in parts]  # so that what comes of them shows
-    product = HalfLinear(weight, extra, elsewhere)
-    x = torch.randn(NARROW + 1, 70)
-    plain = HalfLinear(weight, extra)
-    assert torch.equal(product(x[:NARROW]), plain(x[:NARROW]))
-    assert torch.equal(product(x), F.linear(x.bfloat16(), weight * 2) + (0 if extra is None else extra))
-    assert product(x, torch.empty(NARROW + 1, 80)).dtype == torch.float32
+    weight, x = torch.randint(-1, 2, (80, 70)), torch.randint(-1, 2, (NARROW + 1, 70))
+    extra = torch.randint(-9, 10, (80,))
+    elsewhere = (weight * 2).bfloat16().split([48, 32])  # so that what comes of them shows; all sums are exact
+    product = HalfLinear(weight.bfloat16(), extra.bfloat16() if bias else None, elsewhere)
+    exact = x @ weight.T
+    assert torch.equal(product(x[:NARROW].float()), (exact[:NARROW] + bias * extra).float())
+    assert torch.equal(product(x.float()).float(), (2 * exact + bias * extra).float())
+    out = torch.empty(NARROW + 1, 80)
+    assert product(x.float(), out) is out
+    assert torch.equal(out, (2 * exact + bias * extra).float())
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, HalfLinear])

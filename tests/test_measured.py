@@ -18,8 +18,8 @@ def test_readme_says_what_was_measured() -> None:
 def test_what_a_gpu_check_kept_goes_into_the_section(tmp_path: Path) -> None:
     """Until there is such a file the section says that there is none."""
     for path in RESULTS.glob("*.json"):
-        shutil.copy(path, tmp_path)
-    assert not list(tmp_path.glob("gpu-*"))
+        if not path.name.startswith("gpu-"):
+            shutil.copy(path, tmp_path)
     words = NO_GPU.split()
     assert section(tmp_path).split()[-len(words) :] == words
     machine = {"device": "GPU of a test", "torch": "2", "triton": "3", "cuda": "13", "date": "2026-01-02 03:04 UTC"}

@@ -12,7 +12,7 @@ NAN = math.nan
 
 
 def counted(statistics: Statistics) -> dict[str, object]:
-    names = ("rounds", "round_sizes", "drafted", "accepted", "accepted_per_position", "emitted")
+    names = ("rounds", "round_sizes", "drafted", "tested", "accepted", "accepted_per_position", "emitted")
     return {name: getattr(statistics, name) for name in names}
 
 
@@ -22,6 +22,7 @@ def test_no_rounds() -> None:
         "rounds": 0,
         "round_sizes": [],
         "drafted": 0,
+        "tested": 0,
         "accepted": 0,
         "accepted_per_position": [],
         "emitted": 0,
@@ -50,6 +51,7 @@ def test_rounds_by_hand() -> None:
         "rounds": 4,
         "round_sizes": [3, 3, 3, 3],
         "drafted": 11,
+        "tested": 8,
         "accepted": 6,
         "accepted_per_position": [3, 2, 1],
         "emitted": 10,
@@ -85,6 +87,7 @@ def test_a_round_cut_short_counts_up_to_the_cut(
         "rounds": 1,
         "round_sizes": [4],
         "drafted": drafted,
+        "tested": tested,
         "accepted": min(accepted, emitted),
         "accepted_per_position": per_position,
         "emitted": emitted,
@@ -103,6 +106,7 @@ def test_fewer_drafts_than_slots_and_none() -> None:
         "rounds": 2,
         "round_sizes": [4, 4],
         "drafted": 1,
+        "tested": 1,
         "accepted": 1,
         "accepted_per_position": [1, 0, 0, 0],
         "emitted": 2,
